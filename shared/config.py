@@ -1,0 +1,202 @@
+"""Every setting of every process, in one place: what they are called, what they mean, what they may be.
+
+Each process takes its own frozen dataclass; `strata serve` takes their union and hands each child what
+differs from the defaults through its environment. After start nothing sets a field: what a process finds
+out while running (its device, its cache sizes) travels in the handshake's capabilities.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.demo_model import DEMO_MODEL_PATH
+from shared.settings import setting
+
+_MODEL = "model and files"
+_NETWORK = "network"
+_CAPACITY = "capacity"
+_SAMPLING = "sampling defaults, for requests that do not say"
+_COMPUTE = "devices and threads"
+_LIFE = "processes and time limits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonConfig:
+    """What all four processes are told alike."""
+
+    model: Path = setting(
+        DEMO_MODEL_PATH, "GGUF file to serve; any one part of a split set", group=_MODEL, unit="PATH"
+    )
+    run_dir: Path | None = setting(
+        None,
+        "directory of this stack's sockets and locks, private to it; "
+        "`serve` makes a fresh one, a process started alone uses the user's runtime directory",
+        group=_LIFE,
+        unit="DIR",
+    )
+    log_level: str = setting(
+        "info", "least serious messages logged", group=_LIFE, choices=("debug", "info", "warning", "error")
+    )
+    heartbeat_interval_s: float = setting(
+        0.25, "time between signs of life of a worker", group=_LIFE, unit="SECONDS", minimum=0.05, maximum=10
+    )
+    heartbeat_timeout_s: float = setting(
+        10.0,
+        "a live process that is silent for so long counts as stuck: its requests fail, `serve` restarts it",
+        group=_LIFE,
+        unit="SECONDS",
+        minimum=1,
+    )
+    handshake_timeout_s: float = setting(
+        30.0, "time a peer may take for one step of the handshake", group=_LIFE, unit="SECONDS", minimum=1
+    )
+    drain_timeout_s: float = setting(
+        30.0, "time that running requests get to finish after SIGTERM", group=_LIFE, unit="SECONDS", minimum=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityConfig(CommonConfig):
+    """What the gateway and the gpu_worker have to agree on."""
+
+    max_context: int = setting(
+        32768,
+        "longest prompt and answer together; 0 takes what the model was trained for",
+        group=_CAPACITY,
+        unit="TOKENS",
+        minimum=0,
+    )
+    parallel: int = setting(
+        4,
+        "requests that are computed at the same time",
+        group=_CAPACITY,
+        unit="N",
+        minimum=1,
+        maximum=64,
+        flags=("--slots",),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(CapacityConfig):
+    """The HTTP side."""
+
+    host: str = setting("127.0.0.1", "address to listen on", group=_NETWORK, unit="ADDRESS")
+    port: int = setting(
+        8080, "port to listen on; 0 picks a free one", group=_NETWORK, unit="PORT", minimum=0, maximum=65535
+    )
+    model_name: str = setting(
+        "",
+        "name of the model in the API (default: the file's name without .gguf)",
+        group=_NETWORK,
+        unit="NAME",
+    )
+    aliases: tuple[str, ...] = setting(
+        (), "further names that requests may use, separated by commas", group=_NETWORK, unit="NAMES"
+    )
+    max_body_mib: float = setting(
+        8.0, "largest request body", group=_NETWORK, unit="MiB", minimum=0.01, maximum=1024
+    )
+    keepalive_interval_s: float = setting(
+        10.0,
+        "time between comments on a stream that has nothing to say",
+        group=_NETWORK,
+        unit="SECONDS",
+        minimum=0.1,
+    )
+    queue_size: int = setting(
+        64,
+        "requests that may wait for a place; more are refused with 429",
+        group=_CAPACITY,
+        unit="N",
+        minimum=0,
+    )
+    max_new: int = setting(
+        0, "longest answer; 0 is what the context leaves", group=_SAMPLING, unit="TOKENS", minimum=0
+    )
+    temperature: float = setting(
+        0.6, "0 always takes the likeliest token", group=_SAMPLING, minimum=0, maximum=5
+    )
+    top_k: int = setting(20, "tokens to choose from; 0 is all", group=_SAMPLING, unit="N", minimum=0)
+    top_p: float = setting(
+        0.95, "smallest set of tokens with this probability", group=_SAMPLING, minimum=0.0001, maximum=1
+    )
+    min_p: float = setting(
+        0.0, "drop tokens less likely than this share of the likeliest", group=_SAMPLING, minimum=0, maximum=1
+    )
+    seed: int | None = setting(
+        None, "makes sampled answers repeatable; none draws a fresh one", group=_SAMPLING, unit="N", minimum=0
+    )
+    eos_ids: tuple[int, ...] = setting(
+        (),
+        "token ids that end an answer, separated by commas (default: the model's)",
+        group=_SAMPLING,
+        unit="IDS",
+    )
+    logits_endpoint: bool = setting(
+        False, "serve POST /v1/logits, which `strata logits` uses", group=_NETWORK
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuWorkerConfig(CapacityConfig):
+    """The forward pass."""
+
+    device: str = setting(
+        "auto", "where the model runs: auto, cpu, cuda or cuda:N", group=_COMPUTE, unit="DEVICE"
+    )
+    threads: int = setting(
+        0,
+        "CPU threads of the gpu_worker; 0 is one per core",
+        group=_COMPUTE,
+        unit="N",
+        minimum=0,
+        maximum=1024,
+    )
+    prefill: int = setting(
+        512,
+        "tokens of a prompt computed in one step",
+        group=_CAPACITY,
+        unit="TOKENS",
+        minimum=1,
+        maximum=65536,
+    )
+    watchdog_s: float = setting(
+        60.0, "a step that waits this long for another process fails", group=_LIFE, unit="SECONDS", minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuWorkerConfig(CommonConfig):
+    """Experts computed in RAM."""
+
+    pool_workers: int = setting(
+        0,
+        "threads that compute experts; 0 is one per core of the cpu_worker's set",
+        group=_COMPUTE,
+        unit="N",
+        minimum=0,
+        maximum=1024,
+    )
+    cpu_worker_cpus: str = setting(
+        "auto",
+        "CPUs of the cpu_worker, as 0-7 or 0,2,4; auto takes the first half",
+        group=_COMPUTE,
+        unit="CPUS",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagerConfig(CommonConfig):
+    """Reads from the model files."""
+
+    stager_cpus: str = setting(
+        "auto", "CPUs of the stager, as 8-15 or 8,10; auto takes the second half", group=_COMPUTE, unit="CPUS"
+    )
+
+
+PROCESS_CONFIGS: dict[str, type[CommonConfig]] = {
+    "gateway": GatewayConfig,
+    "gpu_worker": GpuWorkerConfig,
+    "cpu_worker": CpuWorkerConfig,
+    "stager": StagerConfig,
+}

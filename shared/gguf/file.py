@@ -1,0 +1,271 @@
+"""Reads one GGUF file: its metadata and where its tensors lie. Maps it; copies and decodes no weight.
+
+The reader walks the header in the mapping itself, so opening a file costs its header (a few MB for a
+vocabulary of 248,320 tokens), whatever its size. Everything read is checked against the file's length, so a
+truncated file is refused here, by name and offset, and not by a bus error later.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import ModelFileError, UnsupportedModelError
+from shared.gguf.types import TensorType, tensor_type
+
+MetadataValue = int | float | bool | str | list[str] | NDArray[np.generic]
+
+_MAGIC = b"GGUF"
+_SUPPORTED_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_RANK = 4
+_STRING, _ARRAY = 8, 9
+_SCALARS: dict[int, np.dtype[np.generic]] = {
+    0: np.dtype("u1"),
+    1: np.dtype("i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of one file.
+
+    `shape` is in numpy order, rows first; `offset` is absolute in the file, in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: TensorType
+    offset: int
+    num_bytes: int
+
+    @property
+    def num_weights(self) -> int:
+        """How many weights the tensor has."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class GGUFFile:
+    """One open GGUF file. Close it, or use it as a context manager; views keep the mapping alive."""
+
+    def __init__(self, path: Path) -> None:
+        """Maps `path` and parses its header.
+
+        Raises ModelFileError where the file is missing, unreadable, truncated or malformed, and
+        UnsupportedModelError where a tensor has a type unknown to Strata.
+        """
+        self.path = path
+        self._map = _open_mapping(path)
+        self._size = len(self._map)
+        cursor = _Cursor(path, self._map)
+        self.version = _read_version(cursor)
+        num_tensors = cursor.count("number of tensors", smallest=24)
+        num_metadata = cursor.count("number of metadata entries", smallest=13)
+        self.metadata: dict[str, MetadataValue] = {}
+        for _ in range(num_metadata):
+            key = cursor.string("a metadata key")
+            self.metadata[key] = cursor.value(key)
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise ModelFileError(f"{path}: general.alignment is {alignment!r}, expected a power of two")
+        entries = [_read_tensor_entry(cursor) for _ in range(num_tensors)]
+        self.header_bytes = cursor.at
+        self._data_start = -(-cursor.at // alignment) * alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        for entry in entries:
+            info = self._place(*entry)
+            if info.name in self.tensors:
+                raise ModelFileError(f"{path}: tensor {info.name} is listed twice")
+            self.tensors[info.name] = info
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the file in bytes."""
+        return self._size
+
+    def raw(self, info: TensorInfo) -> NDArray[np.uint8]:
+        """The tensor's encoded bytes as a read-only uint8 view [num_bytes] of the mapping."""
+        return np.frombuffer(self._map, np.uint8, info.num_bytes, info.offset)
+
+    def advise(self, info: TensorInfo, advice: int) -> None:
+        """Tells the kernel how the pages of a tensor will be used (an `mmap.MADV_*` constant)."""
+        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(advice, start, info.offset + info.num_bytes - start)
+
+    def close(self) -> None:
+        """Unmaps the file; views taken from it must be gone (BufferError otherwise)."""
+        self._map.close()
+
+    def __enter__(self) -> "GGUFFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _place(self, name: str, shape: tuple[int, ...], type_id: int, relative: int) -> TensorInfo:
+        kind = tensor_type(type_id)
+        if kind is None:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {name} has type {type_id}, which this version of Strata does not know"
+            )
+        if shape[-1] % kind.block_size:
+            raise ModelFileError(
+                f"{self.path}: tensor {name} has rows of {shape[-1]} weights, "
+                f"not a multiple of the {kind.block_size} weights in a block of {kind.name}"
+            )
+        num_bytes = kind.row_bytes(shape[-1])
+        for extent in shape[:-1]:
+            num_bytes *= extent
+        offset = self._data_start + relative
+        if offset + num_bytes > self._size:
+            raise ModelFileError(
+                f"{self.path}: truncated: tensor {name} needs bytes {offset} to {offset + num_bytes}, "
+                f"but the file ends at {self._size}; download or copy it again"
+            )
+        return TensorInfo(name, shape, kind, offset, num_bytes)
+
+
+def _open_mapping(path: Path) -> mmap.mmap:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ModelFileError(f"{path}: no such model file") from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be opened: {error.strerror}") from None
+    try:
+        if os.fstat(descriptor).st_size == 0:
+            raise ModelFileError(f"{path}: the file is empty")
+        return mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be mapped: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _read_version(cursor: "_Cursor") -> int:
+    magic = cursor.take(4, "the magic number")
+    if magic != _MAGIC:
+        raise ModelFileError(f"{cursor.path}: not a GGUF file: it begins with {magic!r}, expected {_MAGIC!r}")
+    version = cursor.integer("<I", "the version")
+    if version not in _SUPPORTED_VERSIONS:
+        raise ModelFileError(
+            f"{cursor.path}: GGUF version {version} is not supported, only {_SUPPORTED_VERSIONS}"
+        )
+    return version
+
+
+def _read_tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
+    name = cursor.string("a tensor name")
+    rank = cursor.integer("<I", f"the rank of {name}")
+    if not 1 <= rank <= _MAX_RANK:
+        raise ModelFileError(f"{cursor.path}: tensor {name} has rank {rank}, expected 1 to {_MAX_RANK}")
+    dimensions = [cursor.integer("<Q", f"the shape of {name}") for _ in range(rank)]
+    if min(dimensions) < 1:
+        raise ModelFileError(f"{cursor.path}: tensor {name} has an empty dimension: {dimensions}")
+    type_id = cursor.integer("<I", f"the type of {name}")
+    return name, tuple(reversed(dimensions)), type_id, cursor.integer("<Q", f"the offset of {name}")
+
+
+class _Cursor:
+    """Reads little-endian values from the mapping in order, and refuses to pass its end."""
+
+    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+        self.path = path
+        self.at = 0
+        self._map = mapping
+        self._size = len(mapping)
+
+    def take(self, count: int, what: str) -> bytes:
+        self._require(count, what)
+        start, self.at = self.at, self.at + count
+        return self._map[start : self.at]
+
+    def integer(self, layout: str, what: str) -> int:
+        width = struct.calcsize(layout)
+        self._require(width, what)
+        (value,) = struct.unpack_from(layout, self._map, self.at)
+        self.at += width
+        return int(value)
+
+    def count(self, what: str, smallest: int) -> int:
+        """A u64 count of things of at least `smallest` bytes each, so that nonsense is refused early."""
+        value = self.integer("<Q", what)
+        if value * smallest > self._size:
+            raise ModelFileError(f"{self.path}: the {what} is {value}, more than the file can hold")
+        return value
+
+    def string(self, what: str) -> str:
+        length = self.integer("<Q", f"the length of {what}")
+        return self._text(self.take(length, what), what)
+
+    def value(self, key: str) -> MetadataValue:
+        value_type = self.integer("<I", f"the type of {key}")
+        if value_type == _STRING:
+            return self.string(key)
+        if value_type == _ARRAY:
+            return self._array(key)
+        item = self._numbers(value_type, 1, key)[0].item()
+        assert isinstance(item, int | float)
+        return item
+
+    def _array(self, key: str) -> MetadataValue:
+        element_type = self.integer("<I", f"the element type of {key}")
+        count = self.count(f"length of {key}", smallest=1)
+        return (
+            self._strings(count, key) if element_type == _STRING else self._numbers(element_type, count, key)
+        )
+
+    def _strings(self, count: int, key: str) -> list[str]:
+        # The loop runs half a million times for a large vocabulary: local names, no helper calls.
+        mapping, size, at = self._map, self._size, self.at
+        unpack = struct.Struct("<Q").unpack_from
+        texts: list[bytes] = []
+        append: Callable[[bytes], None] = texts.append
+        for _ in range(count):
+            if at + 8 > size:
+                raise self._truncated(f"an element of {key}", at)
+            start = at + 8
+            at = start + unpack(mapping, at)[0]
+            if at > size:
+                raise self._truncated(f"an element of {key}", start)
+            append(mapping[start:at])
+        self.at = at
+        return [self._text(text, key) for text in texts]
+
+    def _numbers(self, value_type: int, count: int, key: str) -> NDArray[np.generic]:
+        kind = _SCALARS.get(value_type)
+        if kind is None:
+            raise ModelFileError(
+                f"{self.path}: {key} has the value type {value_type}, which GGUF does not define"
+            )
+        return np.frombuffer(self.take(count * kind.itemsize, key), kind)
+
+    def _text(self, encoded: bytes, what: str) -> str:
+        try:
+            return encoded.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ModelFileError(f"{self.path}: {what} is not valid UTF-8: {encoded[:40]!r}") from None
+
+    def _require(self, count: int, what: str) -> None:
+        if self.at + count > self._size:
+            raise self._truncated(what, self.at)
+
+    def _truncated(self, what: str, at: int) -> ModelFileError:
+        return ModelFileError(
+            f"{self.path}: truncated: the file ends at byte {self._size}, inside {what} "
+            f"(from byte {at}); download or copy it again"
+        )

@@ -1,0 +1,418 @@
+"""The control link between two processes: handshake, heartbeats, loss and return of the peer.
+
+The stable side binds a ROUTER and is a `LinkServer`; the side that may come and go connects a DEALER and is a
+`LinkClient`. Which messages go over the link is not decided here, only that they reach the living peer and no
+other: a peer's transport identity holds its incarnation.
+
+A peer is lost when its role's lock is free or in other hands (it died: noticed within `_LOOK_INTERVAL_S`),
+when no heartbeat came for `heartbeat_timeout_s` (it is stuck), or when it said Farewell. Both sides then
+start over with Hello; neither has to be restarted because the other was.
+
+Heartbeats begin with Init, Ready follows when the connecting side has attached and can serve: while it loads
+a model, its heartbeats say how far it is.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+
+from shared.codec import decode_from_binding, decode_from_connecting, encode
+from shared.config import CommonConfig
+from shared.errors import ProtocolError, StartError
+from shared.messages import (
+    PROTOCOL_VERSION,
+    Farewell,
+    FromBinding,
+    FromConnecting,
+    Heartbeat,
+    Hello,
+    Init,
+    Message,
+    Ready,
+    Refusal,
+)
+from shared.run_directory import Role, RunDirectory
+
+_log = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 0.1
+_HELLO_INTERVAL_S = 1.0
+# Large enough for every message of every running request; a peer so far behind is as good as lost.
+_HIGH_WATER_MARK = 10_000
+# How long the last word of a process may take to leave it.
+_LINGER_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a process is on its links."""
+
+    role: Role
+    incarnation: str
+    model_fingerprint: str
+    pid: int
+
+
+class PeerState(StrEnum):
+    """What the binding side knows of one peer."""
+
+    ABSENT = "absent"
+    GREETED = "greeted"
+    READY = "ready"
+
+
+@dataclass(slots=True)
+class Peer:
+    """One expected peer, as the binding side sees it now."""
+
+    role: Role
+    state: PeerState = PeerState.ABSENT
+    incarnation: str = ""
+    pid: int = 0
+    capabilities: Mapping[str, int | float | str] = field(default_factory=dict)
+    heartbeat: Heartbeat | None = None
+    last_heard: float = 0.0
+    init: Init | None = None
+    num_losses: int = 0
+
+    def silence_s(self, now: float) -> float:
+        """Seconds since its last sign of life."""
+        return now - self.last_heard
+
+
+class ServerListener(Protocol):
+    """What the binding process does about its peers. All calls come from the event loop and return soon."""
+
+    def greet(self, role: Role) -> Init:
+        """A new incarnation of `role` says Hello: prepare what it is to attach to."""
+
+    def peer_ready(self, peer: Peer) -> None:
+        """The peer serves now."""
+
+    def peer_lost(self, peer: Peer, reason: str) -> None:
+        """The peer is gone; nothing more will come from this incarnation."""
+
+    def message(self, peer: Peer, message: FromConnecting) -> None:
+        """A message that is not part of the link itself (heartbeats included, for their content)."""
+
+
+class ClientListener(Protocol):
+    """What the connecting process does about the side it connects to. Calls come from the event loop."""
+
+    async def attach(self, init: Init) -> dict[str, int | float | str]:
+        """Set up what Init offers, however long it takes; returns the capabilities to announce with Ready."""
+
+    async def detach(self, reason: str) -> None:
+        """The other side is gone: let go of everything it owned. Also called where attach did not finish."""
+
+    def heartbeat(self) -> Heartbeat:
+        """The sign of life to send now."""
+
+    def message(self, message: FromBinding) -> None:
+        """A message that is not part of the link itself."""
+
+
+class LinkServer:
+    """The binding side of a link, for several peers of different roles."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        directory: RunDirectory,
+        roles: Sequence[Role],
+        listener: ServerListener,
+        config: CommonConfig,
+    ) -> None:
+        self.peers = {role: Peer(role) for role in roles}
+        self._identity = identity
+        self._directory = directory
+        self._listener = listener
+        self._heartbeat_timeout_s = config.heartbeat_timeout_s
+        self._socket = _socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+
+    async def run(self) -> None:
+        """Serves the link until cancelled."""
+        self._socket.bind(self._directory.address(self._identity.role))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(), name="link reader")
+                group.create_task(self._watch(), name="link watch")
+        finally:
+            self._socket.close(linger=_LINGER_MS)
+            self._directory.remove_sockets(self._identity.role)
+
+    async def send(self, role: Role, message: Message) -> bool:
+        """Sends to the living peer of that role; False where there is none."""
+        peer = self.peers[role]
+        if peer.state is PeerState.ABSENT:
+            return False
+        return await self._send_to(_transport_identity(peer.role, peer.incarnation), message)
+
+    async def _send_to(self, transport_identity: bytes, message: Message) -> bool:
+        try:
+            await self._socket.send_multipart([transport_identity, encode(message)])
+        except zmq.ZMQError as error:
+            # Its connection is gone; the watch will notice why.
+            _log.debug("a message to %s was not delivered: %s", transport_identity.decode(), error)
+            return False
+        return True
+
+    async def _read(self) -> None:
+        while True:
+            transport_identity, payload = await self._socket.recv_multipart()
+            name = transport_identity.decode("utf-8", "replace")
+            try:
+                message = decode_from_connecting(payload, name)
+            except ProtocolError as error:
+                _log.error("%s", error)
+                continue
+            if isinstance(message, Hello):
+                await self._greet(transport_identity, message)
+                continue
+            peer = self._peer_of(name)
+            if peer is None:
+                refusal = Refusal(reason="you were given up for dead; begin anew", is_final=False)
+                await self._send_to(transport_identity, refusal)
+                continue
+            self._hear(peer, message)
+
+    def _peer_of(self, name: str) -> Peer | None:
+        for peer in self.peers.values():
+            if peer.state is not PeerState.ABSENT and name == f"{peer.role}.{peer.incarnation}":
+                return peer
+        return None
+
+    def _hear(self, peer: Peer, message: FromConnecting) -> None:
+        peer.last_heard = time.monotonic()
+        match message:
+            case Ready(capabilities=capabilities):
+                if peer.state is not PeerState.READY:
+                    peer.state, peer.capabilities = PeerState.READY, capabilities
+                    self._listener.peer_ready(peer)
+            case Farewell(reason=reason):
+                self._lose(peer, f"it left: {reason}")
+            case _:
+                if isinstance(message, Heartbeat):
+                    peer.heartbeat = message
+                self._listener.message(peer, message)
+
+    async def _greet(self, transport_identity: bytes, hello: Hello) -> None:
+        refusal = self._objection(hello)
+        if refusal is not None:
+            _log.error("refused %s: %s", transport_identity.decode(), refusal.reason)
+            await self._send_to(transport_identity, refusal)
+            return
+        peer = self.peers[Role(hello.role)]
+        if peer.state is not PeerState.ABSENT and peer.incarnation != hello.incarnation:
+            self._lose(peer, "it was replaced")
+        if peer.state is PeerState.ABSENT:
+            peer.incarnation, peer.pid = hello.incarnation, hello.pid
+            peer.heartbeat, peer.init = None, self._listener.greet(peer.role)
+        peer.state = PeerState.GREETED
+        peer.last_heard = time.monotonic()
+        assert peer.init is not None
+        await self._send_to(transport_identity, peer.init)
+
+    def _objection(self, hello: Hello) -> Refusal | None:
+        own = self._identity
+        if hello.protocol_version != PROTOCOL_VERSION:
+            reason = (
+                f"protocol {hello.protocol_version} of the {hello.role} is not {PROTOCOL_VERSION} "
+                f"of the {own.role}; run one version of Strata"
+            )
+        elif hello.role not in self.peers:
+            reason = f"a {own.role} takes no {hello.role}"
+        elif hello.model_fingerprint != own.model_fingerprint:
+            reason = (
+                f"the {hello.role} has another model file than the {own.role}; give all processes one --model"
+            )
+        else:
+            return None
+        return Refusal(reason=reason, is_final=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            now = time.monotonic()
+            for peer in self.peers.values():
+                if peer.state is PeerState.ABSENT:
+                    continue
+                sighting = self._directory.look_at(peer.role)
+                if not sighting.is_alive or sighting.incarnation != peer.incarnation:
+                    self._lose(peer, "its process died")
+                elif peer.silence_s(now) > self._heartbeat_timeout_s:
+                    self._lose(peer, f"it has been silent for {peer.silence_s(now):.1f} s")
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        _log.warning("lost the %s: %s", peer.role, reason)
+        peer.state = PeerState.ABSENT
+        peer.heartbeat = None
+        peer.num_losses += 1
+        self._listener.peer_lost(peer, reason)
+
+
+class LinkClient:
+    """The connecting side of a link."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        directory: RunDirectory,
+        server: Role,
+        listener: ClientListener,
+        config: CommonConfig,
+    ) -> None:
+        self._identity = identity
+        self._directory = directory
+        self._server = server
+        self._listener = listener
+        self._config = config
+        self._outbox: asyncio.Queue[Message] | None = None
+
+    def post(self, message: Message) -> None:
+        """Queues a message for the server; dropped where there is none, whose requests ended with it."""
+        if self._outbox is None:
+            return
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            _log.error("the %s does not take messages; one was dropped", self._server)
+
+    def beat(self) -> None:
+        """Sends a sign of life now, between the regular ones: the state has changed."""
+        self.post(self._listener.heartbeat())
+
+    async def run(self) -> None:
+        """Keeps the link up until cancelled. Raises StartError where the server refuses this process."""
+        while True:
+            # A lock in the file system has no event to wait for.
+            while not self._directory.look_at(self._server).is_alive:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_INTERVAL_S)
+            reason = await self._session()
+            _log.warning("lost the %s: %s", self._server, reason)
+
+    async def _session(self) -> str:
+        """One connection to one incarnation of the server; returns why it ended."""
+        socket = _socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, _transport_identity(self._identity.role, self._identity.incarnation))
+        socket.connect(self._directory.address(self._server))
+        reason = "this process stops"
+        try:
+            init = await self._shake_hands(socket)
+            if init is None:
+                return "no answer to Hello"
+            outbox: asyncio.Queue[Message] = asyncio.Queue(_HIGH_WATER_MARK)
+            self._outbox = outbox
+            try:
+                reason = await self._serve(socket, init, outbox)
+            except asyncio.CancelledError:
+                await socket.send(encode(Farewell(reason=reason)), flags=zmq.NOBLOCK)
+                raise
+            finally:
+                self._outbox = None
+                await self._listener.detach(reason)
+        finally:
+            socket.close(linger=_LINGER_MS)
+        return reason
+
+    async def _shake_hands(self, socket: zmq.asyncio.Socket) -> Init | None:
+        """Says Hello until Init comes; None where the server went away meanwhile."""
+        hello = Hello(
+            role=self._identity.role,
+            incarnation=self._identity.incarnation,
+            protocol_version=PROTOCOL_VERSION,
+            model_fingerprint=self._identity.model_fingerprint,
+            pid=self._identity.pid,
+        )
+        deadline = time.monotonic() + self._config.handshake_timeout_s
+        while time.monotonic() < deadline and self._directory.look_at(self._server).is_alive:
+            await socket.send(encode(hello))
+            if not await socket.poll(int(_HELLO_INTERVAL_S * 1000)):
+                continue
+            message = decode_from_binding(await socket.recv(), self._server)
+            if isinstance(message, Refusal):
+                if message.is_final:
+                    raise StartError(message.reason)
+                continue
+            if isinstance(message, Init):
+                return message
+        return None
+
+    async def _serve(self, socket: zmq.asyncio.Socket, init: Init, outbox: asyncio.Queue[Message]) -> str:
+        """Reads, writes, beats and watches until one of them finds that the session is over."""
+        loops = {
+            "reader": self._read(socket),
+            "writer": self._write(socket, outbox),
+            "heartbeat": self._beat(),
+            "watch": self._watch(init.incarnation),
+        }
+        tasks = [
+            asyncio.create_task(loop, name=f"{self._server} link {name}") for name, loop in loops.items()
+        ]
+        attaching = asyncio.create_task(self._attach(init), name=f"attaching to the {self._server}")
+        try:
+            done, _ = await asyncio.wait([*tasks, attaching], return_when=asyncio.FIRST_COMPLETED)
+            if attaching in done:
+                await attaching
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return await done.pop()
+        finally:
+            for task in (*tasks, attaching):
+                task.cancel()
+            await asyncio.gather(*tasks, attaching, return_exceptions=True)
+
+    async def _attach(self, init: Init) -> str:
+        self.post(Ready(capabilities=await self._listener.attach(init)))
+        return "attached"
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> str:
+        while True:
+            try:
+                message = decode_from_binding(await socket.recv(), self._server)
+            except ProtocolError as error:
+                return str(error)
+            match message:
+                case Refusal(reason=reason):
+                    return reason
+                case Init():
+                    continue  # The answer to a Hello that was repeated.
+                case _:
+                    self._listener.message(message)
+
+    async def _write(self, socket: zmq.asyncio.Socket, outbox: asyncio.Queue[Message]) -> str:
+        while True:
+            await socket.send(encode(await outbox.get()))
+
+    async def _beat(self) -> str:
+        while True:
+            self.post(self._listener.heartbeat())
+            await asyncio.sleep(self._config.heartbeat_interval_s)
+
+    async def _watch(self, incarnation: str) -> str:
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            sighting = self._directory.look_at(self._server)
+            if not sighting.is_alive:
+                return "its process died"
+            if sighting.incarnation != incarnation:
+                return "it was replaced"
+
+
+def _transport_identity(role: Role, incarnation: str) -> bytes:
+    return f"{role}.{incarnation}".encode()
+
+
+def _socket(kind: int) -> zmq.asyncio.Socket:
+    socket = zmq.asyncio.Context.instance().socket(kind)
+    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.LINGER, 0)
+    return socket

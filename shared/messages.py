@@ -1,0 +1,187 @@
+"""Every message that travels between processes, who sends it to whom, and in what order.
+
+::
+
+    connecting side                    binding side
+        Hello           ------>                         again every second until answered
+                        <------        Init | Refusal
+        Ready           ------>                         after it has set itself up
+        Heartbeat       ------>                         for as long as it lives
+        Farewell        ------>                         as its last word, when it leaves by itself
+
+Links: gpu_worker, cpu_worker and stager connect to the gateway; cpu_worker and stager connect to the
+gpu_worker. The transport identity carries role and incarnation, so that a message from a dead process is
+never taken for one of its successor.
+
+Tensors never travel in a message, only the descriptor of the segment they lie in.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shared.arena import SegmentDescriptor
+
+# Raised with every change of a message or of a segment's meaning; peers of another number are refused.
+PROTOCOL_VERSION = 1
+
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# The handshake, on every link.
+
+
+class Hello(Message, frozen=True):
+    """Connecting -> binding. First word of a process; repeated until answered; idempotent."""
+
+    role: str
+    incarnation: str
+    protocol_version: int
+    model_fingerprint: str
+    pid: int
+
+
+class Init(Message, frozen=True):
+    """Binding -> connecting. Answers Hello; `segment` is the ring the peer is to serve, if any."""
+
+    incarnation: str
+    segment: SegmentDescriptor | None = None
+    ring_tokens: int = 0
+
+
+class Refusal(Message, frozen=True):
+    """Binding -> connecting. Answers Hello where version or model differ: `is_final`, the peer gives up. Sent
+    otherwise where a peer that was given up for dead speaks again: it is to begin anew with Hello."""
+
+    reason: str
+    is_final: bool
+
+
+class Ready(Message, frozen=True):
+    """Connecting -> binding. The peer has attached and serves; says what it found out about itself."""
+
+    capabilities: dict[str, int | float | str]
+
+
+class Heartbeat(Message, frozen=True):
+    """Connecting -> binding, every heartbeat_interval_s, from a thread that never computes."""
+
+    state: str
+    activity: str
+    progress: float
+    gauges: dict[str, float]
+
+
+class Farewell(Message, frozen=True):
+    """Connecting -> binding. The last word of a process that leaves by itself, and why."""
+
+    reason: str
+
+
+# Requests: gateway -> gpu_worker.
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the next token is chosen. Temperature 0 is greedy whatever the rest says."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+class GenerateRequest(Message, frozen=True):
+    """gateway -> gpu_worker. Starts one sequence. Answered by TokenChunks and one RequestFinished, or by one
+    RequestFailed. Where `logits_path` is set, the logits of every prompt position are appended to that file
+    as float32 rows."""
+
+    request_id: str
+    prompt_token_ids: list[TokenId]
+    max_new_tokens: int
+    eos_token_ids: list[TokenId]
+    sampling: Sampling
+    logits_path: str = ""
+
+
+class AbortRequest(Message, frozen=True):
+    """gateway -> gpu_worker. The answer is no longer wanted. Idempotent; unknown ids are ignored; answered
+    by RequestFinished with finish_reason "abort" where the request was known."""
+
+    request_id: str
+
+
+# Answers: gpu_worker -> gateway.
+
+
+class TokenChunk(Message, frozen=True):
+    """gpu_worker -> gateway. New tokens of a request, in order."""
+
+    request_id: str
+    token_ids: list[TokenId]
+
+
+class PrefillProgress(Message, frozen=True):
+    """gpu_worker -> gateway. How much of a prompt has been read."""
+
+    request_id: str
+    num_prefilled: int
+    num_prompt_tokens: int
+
+
+class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a request's time went in the gpu_worker, in seconds. Steps shared with other requests count in
+    full for each of them; parts of a step that ran at the same time overlap."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    ngram_wait_s: float
+    expert_wait_s: float
+
+
+class RequestFinished(Message, frozen=True):
+    """gpu_worker -> gateway. Last word about a request that ended well: eos, length or abort."""
+
+    request_id: str
+    finish_reason: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    timings: RequestTimings
+
+
+class RequestFailed(Message, frozen=True):
+    """gpu_worker -> gateway. Last word about a request that ended in an error."""
+
+    request_id: str
+    code: str
+    reason: str
+
+
+# Staging: gateway -> stager.
+
+
+class StagePrompt(Message, frozen=True):
+    """gateway -> stager. The token ids of a prompt, as soon as it is tokenised: the stager brings the n-gram
+    rows near before anyone waits for them. Advice only: losing it costs time, never correctness."""
+
+    request_id: str
+    prompt_token_ids: list[TokenId]
+
+
+class ForgetPrompt(Message, frozen=True):
+    """gateway -> stager. The request is over; staging that has not begun may be dropped. Idempotent."""
+
+    request_id: str
+
+
+FromConnecting = (
+    Hello | Ready | Heartbeat | Farewell | TokenChunk | PrefillProgress | RequestFinished | RequestFailed
+)
+FromBinding = Init | Refusal | GenerateRequest | AbortRequest | StagePrompt | ForgetPrompt
+AnyMessage = FromConnecting | FromBinding

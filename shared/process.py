@@ -1,0 +1,220 @@
+"""The skeleton of a worker process: start, signals, roles, states and exit, the same for all four.
+
+States: STARTING -> READY -> DRAINING -> STOPPED, with WAITING in between while a peer it needs is away.
+
+SIGTERM drains: the process finishes what others rely on and leaves by itself, at the latest after
+`drain_timeout_s`. A second SIGTERM ends it at once. A process that `serve` started also leaves when its
+supervisor is gone, so that killing the supervisor leaves no orphans.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+import psutil
+import uvloop
+
+from shared.config import PROCESS_CONFIGS, CommonConfig
+from shared.errors import ConfigError, StartError
+from shared.gguf.model import GGUFModel
+from shared.link import Identity
+from shared.logs import set_up_logging
+from shared.messages import Heartbeat
+from shared.run_directory import Role, RoleLock, RunDirectory, new_incarnation
+from shared.settings import add_flags, describe, resolve, settings_of, unknown_variables
+
+_log = logging.getLogger(__name__)
+
+SUPERVISED_VARIABLE = "STRATA_SUPERVISED"
+# Variables that are read elsewhere than in a config class.
+OTHER_VARIABLES = (SUPERVISED_VARIABLE, "STRATA_CACHE_DIR")
+
+_ORPHAN_CHECK_INTERVAL_S = 0.25
+
+AnyConfig = TypeVar("AnyConfig", bound=CommonConfig)
+
+
+class ProcessState(StrEnum):
+    """What a process says of itself in its heartbeats."""
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class ProcessContext(Generic[AnyConfig]):
+    """What every process has: its settings, who it is, where its stack lives, and how it is doing."""
+
+    config: AnyConfig
+    identity: Identity
+    directory: RunDirectory
+    model: GGUFModel
+    state: ProcessState = ProcessState.STARTING
+    activity: str = "starting"
+    progress: float = 0.0
+    # Set by SIGTERM: finish and leave.
+    drain: asyncio.Event = field(default_factory=asyncio.Event)
+    _cpu_times: psutil.Process = field(default_factory=psutil.Process)
+
+    def report(self, activity: str, progress: float) -> None:
+        """Says what start-up work is being done and how far it is, from 0 to 1. Called from any thread."""
+        self.activity, self.progress = activity, progress
+
+    def heartbeat(self) -> Heartbeat:
+        """The sign of life to send now."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        gauges = {
+            "resident_memory_bytes": float(self._cpu_times.memory_info().rss),
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "major_faults": float(usage.ru_majflt),
+        }
+        return Heartbeat(state=self.state, activity=self.activity, progress=self.progress, gauges=gauges)
+
+
+def run_process(
+    role: Role,
+    config_class: type[AnyConfig],
+    description: str,
+    main: Callable[[ProcessContext[AnyConfig]], Awaitable[None]],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Parses settings, takes the role, runs `main` in an event loop, and exits with its code.
+
+    `main` returns when the process has drained; cancelling it must release everything it holds.
+    """
+    sys.exit(_exit_code(role, config_class, description, main, arguments))
+
+
+def _exit_code(
+    role: Role,
+    config_class: type[AnyConfig],
+    description: str,
+    main: Callable[[ProcessContext[AnyConfig]], Awaitable[None]],
+    arguments: Sequence[str] | None,
+) -> int:
+    incarnation = new_incarnation()
+    try:
+        config = _parse(config_class, f"python -m {role}", description, arguments)
+        set_up_logging(config.log_level, role, incarnation)
+        _warn_of_unknown_variables()
+        check_platform()
+        model = GGUFModel(config.model)
+        directory = RunDirectory(config.run_dir)
+        lock = RoleLock(directory, role, incarnation)
+    except StartError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return error.exit_code
+    _log.info("settings: %s", ", ".join(f"{k}={v}" for k, v in describe(config).items()))
+    identity = Identity(role, incarnation, model.fingerprint(), os.getpid())
+    try:
+        uvloop.run(_supervise_main(config, identity, directory, model, main))
+    except Exception as error:
+        return _report_failure(error)
+    finally:
+        directory.remove_sockets(role)
+        lock.release()
+        if SUPERVISED_VARIABLE not in os.environ or not directory.look_at(Role.SUPERVISOR).is_alive:
+            directory.remove_if_deserted()
+    return 0
+
+
+def _report_failure(error: Exception) -> int:
+    """Logs why the process ends and returns its exit code. Task groups wrap what their tasks raise."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    if isinstance(error, StartError):
+        _log.error("%s", error)
+        return error.exit_code
+    _log.error("the process fails", exc_info=error)
+    return 1
+
+
+async def _supervise_main(
+    config: AnyConfig,
+    identity: Identity,
+    directory: RunDirectory,
+    model: GGUFModel,
+    main: Callable[[ProcessContext[AnyConfig]], Awaitable[None]],
+) -> None:
+    context = ProcessContext(config, identity, directory, model)
+    work = asyncio.ensure_future(main(context))
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if context.drain.is_set():
+            _log.warning("asked to stop a second time: stopping at once")
+            work.cancel()
+        else:
+            _log.info("asked to stop: draining for at most %g s", config.drain_timeout_s)
+            context.drain.set()
+            loop.call_later(config.drain_timeout_s, work.cancel)
+
+    loop.add_signal_handler(signal.SIGTERM, on_signal)
+    if SUPERVISED_VARIABLE in os.environ:
+        # Ctrl-C reaches the whole process group; the supervisor decides what it means.
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+    else:
+        loop.add_signal_handler(signal.SIGINT, on_signal)
+    orphan_watch = asyncio.ensure_future(_leave_with_supervisor(directory, work))
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+    finally:
+        orphan_watch.cancel()
+
+
+async def _leave_with_supervisor(directory: RunDirectory, work: asyncio.Future[None]) -> None:
+    if SUPERVISED_VARIABLE not in os.environ:
+        return
+    # A lock in the file system has no event to wait for.
+    while directory.look_at(Role.SUPERVISOR).is_alive:  # noqa: ASYNC110
+        await asyncio.sleep(_ORPHAN_CHECK_INTERVAL_S)
+    _log.warning("the supervisor is gone: stopping")
+    work.cancel()
+
+
+def _parse(
+    config_class: type[AnyConfig], program: str, description: str, arguments: Sequence[str] | None
+) -> AnyConfig:
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    add_flags(parser, settings_of(config_class).values())
+    flags = vars(parser.parse_args(arguments))
+    known = settings_of(*PROCESS_CONFIGS.values())
+    return resolve(config_class, flags=flags, environment=os.environ, known=known)
+
+
+def _warn_of_unknown_variables() -> None:
+    known = [item.variable for item in settings_of(*PROCESS_CONFIGS.values()).values()]
+    for name in unknown_variables(os.environ, [*known, *OTHER_VARIABLES]):
+        _log.warning("the variable %s is set, but nothing reads it; is it misspelt?", name)
+
+
+def check_platform() -> None:
+    """Refuses platforms whose memory model or system calls the shared-memory ring does not know."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise ConfigError(f"Strata runs on Linux on x86-64; this is {sys.platform} on {platform.machine()}")
+
+
+async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.05) -> bool:
+    """Waits for something that has no event, such as a lock of another process; False on time-out."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(interval_s)
+    return True

@@ -1,0 +1,1 @@
+"""The block formats, one module each."""

@@ -1,0 +1,19 @@
+"""F16: IEEE half precision.
+
+::
+
+    value f16                                        2 bytes, 1 weight
+"""
+
+from shared.gguf.types import tensor_type_named
+from shared.quants.block_bytes import Bytes, Floats, half_at, put
+from shared.quants.block_format import BlockFormat
+from shared.quants.jit import jitable
+
+
+@jitable
+def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
+    put(out, start, half_at(raw, at))
+
+
+F16 = BlockFormat(tensor_type_named("F16"), decode_block)

@@ -1,0 +1,36 @@
+"""IQ2_S: groups of eight weights from a codebook of 1024 magnitudes, with signs.
+
+::
+
+    scale f16 | low_bits u8[32] | signs u8[32] | high_bits u8[8] | scales u8[8]      82 bytes, 256 weights
+
+Eight weights have entry low_bits[i] + 256 * (two bits of high_bits[i // 4], from bit 2 * (i % 4)) and a whole
+byte of signs. Sub-block s (16 weights) has a half of scales[s // 2], the low one first;
+value = scale * (0.5 + bits) / 4 * magnitude * sign.
+"""
+
+import numpy as np
+
+from shared.gguf.types import tensor_type_named
+from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
+from shared.quants.block_format import BlockFormat
+from shared.quants.codebooks import IQ2_S_GRID, SIGNS
+from shared.quants.jit import jitable
+
+_LOW_BITS, _SIGNS, _HIGH_BITS, _SCALES = 2, 34, 66, 74
+
+
+@jitable
+def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
+    scale = half_at(raw, at)
+    for i in range(32):
+        sub_scale_bits = byte_at(raw, at + _SCALES + i // 4) >> (i // 2 % 2 * 4) & 15
+        sub_scale = scale * (np.float32(0.5) + np.float32(sub_scale_bits)) * np.float32(0.25)
+        high_bits = byte_at(raw, at + _HIGH_BITS + i // 4) >> (i % 4 * 2) & 3
+        entry = byte_at(raw, at + _LOW_BITS + i) | high_bits << 8
+        signs = byte_at(raw, at + _SIGNS + i)
+        for j in range(8):
+            put(out, start + 8 * i + j, sub_scale * np.float32(IQ2_S_GRID[entry, j]) * SIGNS[signs, j])
+
+
+IQ2_S = BlockFormat(tensor_type_named("IQ2_S"), decode_block)

@@ -1,0 +1,34 @@
+"""Q2_K: two bits a weight, sub-blocks of 16 with a scale and a minimum of four bits each.
+
+::
+
+    scales u8[16] | codes u8[64] | scale f16 | minimum f16         84 bytes, 256 weights
+
+Each half of the block (128 weights) has 32 bytes of codes: bits 2k and 2k + 1 of byte l are weight 32k + l.
+Sub-block s has scales[s]: low half times scale, high half times minimum; value = code * scale - minimum.
+"""
+
+import numpy as np
+
+from shared.gguf.types import tensor_type_named
+from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
+from shared.quants.block_format import BlockFormat
+from shared.quants.jit import jitable
+
+_CODES, _SCALE, _MINIMUM = 16, 80, 82
+
+
+@jitable
+def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
+    scale, minimum = half_at(raw, at + _SCALE), half_at(raw, at + _MINIMUM)
+    for sub in range(16):
+        half, shift, side = sub // 8, sub // 2 % 4 * 2, sub % 2
+        packed = byte_at(raw, at + sub)
+        sub_scale, sub_minimum = scale * np.float32(packed & 15), minimum * np.float32(packed >> 4)
+        codes = at + _CODES + 32 * half + 16 * side
+        for j in range(16):
+            code = (byte_at(raw, codes + j) >> shift) & 3
+            put(out, start + 16 * sub + j, sub_scale * np.float32(code) - sub_minimum)
+
+
+Q2_K = BlockFormat(tensor_type_named("Q2_K"), decode_block)

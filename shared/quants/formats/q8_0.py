@@ -1,0 +1,25 @@
+"""Q8_0: signed bytes.
+
+::
+
+    scale f16 | codes i8[32]                         34 bytes, 32 weights
+
+value = code * scale.
+"""
+
+import numpy as np
+
+from shared.gguf.types import tensor_type_named
+from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
+from shared.quants.block_format import BlockFormat
+from shared.quants.jit import jitable
+
+
+@jitable
+def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
+    scale = half_at(raw, at)
+    for j in range(32):
+        put(out, start + j, np.float32(np.int8(byte_at(raw, at + 2 + j))) * scale)
+
+
+Q8_0 = BlockFormat(tensor_type_named("Q8_0"), decode_block)
