@@ -361,7 +361,8 @@ class LinkClient:
         try:
             done, _ = await asyncio.wait([*tasks, attaching], return_when=asyncio.FIRST_COMPLETED)
             if attaching in done:
-                await attaching
+                if failure := await attaching:
+                    return failure
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return await done.pop()
         finally:
@@ -370,8 +371,12 @@ class LinkClient:
             await asyncio.gather(*tasks, attaching, return_exceptions=True)
 
     async def _attach(self, init: Init) -> str:
-        self.post(Ready(capabilities=await self._listener.attach(init)))
-        return "attached"
+        """Returns why it failed, or nothing: what was offered may be gone with a server that just died."""
+        try:
+            self.post(Ready(capabilities=await self._listener.attach(init)))
+        except ProtocolError as error:
+            return str(error)
+        return ""
 
     async def _read(self, socket: zmq.asyncio.Socket) -> str:
         while True:

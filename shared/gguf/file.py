@@ -106,6 +106,10 @@ class GGUFFile:
         start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(advice, start, info.offset + info.num_bytes - start)
 
+    def will_need(self, start: int, num_bytes: int) -> None:
+        """Asks the kernel to read a page-aligned range soon; it does not wait for it."""
+        self._map.madvise(mmap.MADV_WILLNEED, start, min(num_bytes, self._size - start))
+
     def close(self) -> None:
         """Unmaps the file; views taken from it must be gone (BufferError otherwise)."""
         self._map.close()

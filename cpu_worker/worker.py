@@ -1,0 +1,74 @@
+"""The cpu_worker at work: computes the expert slots that the gpu_worker submits."""
+
+import logging
+import os
+import time
+
+from cpu_worker.expert_layer import ExpertLayer
+from shared import quants
+from shared.config import CpuWorkerConfig
+from shared.model_config import read_model_config
+from shared.process import ProcessContext
+from shared.ring import Arrays
+from shared.ring_worker import RingWork, run_ring_worker
+from shared.task_pool import TaskPool
+from shared.tensor_catalog import check_tensors
+from shared.topology import cpu_set
+from shared.work_slots import ExpertHeader, expert_ring
+
+_log = logging.getLogger(__name__)
+
+
+class ExpertService:
+    """Serves the slots of the expert ring."""
+
+    def __init__(self, layers: list[ExpertLayer], pool: TaskPool) -> None:
+        self._layers = layers
+        self._pool = pool
+
+    def __call__(self, slot: Arrays) -> None:
+        started = time.perf_counter_ns()
+        header = slot["header"]
+        num_tokens = int(header[ExpertHeader.NUM_TOKENS])
+        self._layers[int(header[ExpertHeader.LAYER])].compute(
+            slot["activations"][:num_tokens],
+            slot["expert_ids"][:num_tokens],
+            slot["expert_weights"][:num_tokens],
+            slot["outputs"][:num_tokens],
+            self._pool,
+        )
+        header[ExpertHeader.COMPUTE_NS] = time.perf_counter_ns() - started
+
+
+class CpuWorker:
+    """The process: loads, then serves."""
+
+    def __init__(self, context: ProcessContext[CpuWorkerConfig]) -> None:
+        self._context = context
+
+    async def run(self) -> None:
+        """Runs until drained."""
+        os.sched_setaffinity(0, self._cpus())
+        await run_ring_worker(self._context, self._load)
+
+    def _load(self) -> RingWork:
+        context, config = self._context, self._context.config
+        model_config = read_model_config(context.model)
+        check_tensors(context.model, model_config)
+        layers = [ExpertLayer(context.model, layer) for layer in range(model_config.num_layers)]
+        formats = {format for layer in layers for format in layer.formats}
+        quants.warm(
+            sorted(formats, key=lambda format: format.type.name),
+            lambda done, total, name: context.report(f"compiling kernels for {name}", done / total),
+        )
+        cpus = self._cpus()
+        pool = TaskPool(config.pool_workers or len(cpus), cpus)
+        _log.info("computes experts on CPUs %s with %d threads", cpus, pool.num_threads)
+        return RingWork(
+            shape=lambda max_tokens: expert_ring(model_config, max_tokens),
+            serve=ExpertService(layers, pool),
+            close=pool.close,
+        )
+
+    def _cpus(self) -> list[int]:
+        return cpu_set(self._context.config.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)

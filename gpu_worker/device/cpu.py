@@ -1,0 +1,81 @@
+"""The CPU as the device: every matrix is used where the model file maps it, in the format it is stored in."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.device.interface import Linear, RowTable
+from shared import quants
+from shared.gguf.model import GGUFModel
+from shared.quants import BlockFormat
+from shared.task_pool import TaskPool
+
+# Below this many multiply-adds a product is done sooner than another thread has woken up.
+_MIN_WORK_TO_SHARE = 500_000
+
+
+class CpuDevice:
+    """Weights in the mapped file, products by the kernels of `shared.quants` on a few threads."""
+
+    def __init__(self, model: GGUFModel, num_threads: int) -> None:
+        self.torch_device = torch.device("cpu")
+        self._model = model
+        self._pool = TaskPool(num_threads)
+
+    def linear(self, name: str) -> Linear:
+        """The matrix of that name; nothing is copied or decoded."""
+        raw, block_format = self._encoded(name)
+        return _MappedLinear(raw, block_format, self._pool)
+
+    def row_table(self, name: str) -> RowTable:
+        """The matrix of that name; rows are decoded as they are gathered."""
+        raw, block_format = self._encoded(name)
+        return lambda rows: torch.from_numpy(quants.decode_rows(block_format, raw[rows.numpy()]))
+
+    def tensor(self, name: str) -> Tensor:
+        """A copy, decoded to float32."""
+        return torch.from_numpy(decoded(self._model, name))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.close()
+
+    def _encoded(self, name: str) -> tuple[NDArray[np.uint8], BlockFormat]:
+        return self._model.rows(name), quants.block_format(self._model.info(name).type.type_id)
+
+
+class _MappedLinear:
+    def __init__(self, raw: NDArray[np.uint8], block_format: BlockFormat, pool: TaskPool) -> None:
+        self._raw = raw
+        self._format = block_format
+        self._pool = pool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inputs = x.contiguous().numpy()
+        num_rows = len(self._raw)
+        out = np.empty((len(inputs), num_rows), np.float32)
+        if inputs.size * num_rows < _MIN_WORK_TO_SHARE:
+            quants.matmul(self._format, self._raw, inputs, out)
+        else:
+            self._pool.run(self._parts(inputs, out, num_rows))
+        return torch.from_numpy(out)
+
+    def _parts(
+        self, inputs: NDArray[np.float32], out: NDArray[np.float32], num_rows: int
+    ) -> list[Callable[[], None]]:
+        step = -(-num_rows // self._pool.num_threads)
+        return [
+            partial(quants.matmul, self._format, self._raw, inputs, out, start, min(start + step, num_rows))
+            for start in range(0, num_rows, step)
+        ]
+
+
+def decoded(model: GGUFModel, name: str) -> NDArray[np.float32]:
+    """A tensor of the file, decoded to float32 in its own shape."""
+    info = model.info(name)
+    raw = model.rows(name).reshape(-1, info.type.row_bytes(info.shape[-1]))
+    return quants.decode_rows(quants.block_format(info.type.type_id), raw).reshape(info.shape)

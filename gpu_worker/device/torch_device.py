@@ -1,0 +1,46 @@
+"""Any torch device, CUDA above all: dense weights are decoded once and live in the device's memory.
+
+Matrices stored as F32, F16 or BF16 keep that type, bit for bit. Quantised ones are kept as float16, which
+rounds their decoded values by at most 2^-11 of themselves. Products are taken in float32: a matrix is widened
+for the product it is used in. Until there are kernels that read quantised blocks on the device, this trades
+memory and time for exactness.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_worker.device.cpu import decoded
+from gpu_worker.device.interface import Linear, RowTable
+from shared.gguf.model import GGUFModel
+
+_STORED_AS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TorchDevice:
+    """Weights decoded into the memory of a torch device."""
+
+    def __init__(self, model: GGUFModel, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._model = model
+
+    def linear(self, name: str) -> Linear:
+        """The matrix, uploaded."""
+        weight = self._upload(name)
+        return lambda x: functional.linear(x, weight.float())
+
+    def row_table(self, name: str) -> RowTable:
+        """The matrix, uploaded."""
+        weight = self._upload(name)
+        return lambda rows: weight.index_select(0, rows).float()
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor as float32 on the device."""
+        return torch.from_numpy(decoded(self._model, name)).to(self.torch_device)
+
+    def close(self) -> None:
+        """Nothing runs on its own here."""
+
+    def _upload(self, name: str) -> Tensor:
+        stored_as = _STORED_AS.get(self._model.info(name).type.name, torch.float16)
+        return torch.from_numpy(decoded(self._model, name)).to(self.torch_device, stored_as)

@@ -1,0 +1,40 @@
+"""What one step computes: tokens of one or several sequences, one after the other in one list.
+
+Everything that treats tokens alone (projections, experts, norms) runs over all of them at once; what reaches
+back in a sequence (delta net, attention, n-gram convolution) runs span by span with that sequence's state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpu_worker.state.sequence_state import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens `start` to `stop` of the batch: they continue `state` at its position."""
+
+    start: int
+    stop: int
+    state: SequenceState
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the span."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All tokens of a step: `token_ids` and `positions` are [num_tokens] int64 on the device."""
+
+    token_ids: Tensor
+    positions: Tensor
+    spans: Sequence[Span]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all spans."""
+        return len(self.token_ids)

@@ -1,0 +1,153 @@
+"""The gated delta net: attention with a state of fixed size instead of a cache.
+
+Per value head, with state S (key dim x value dim), decay l, rate b, key k, value v and query q of a token:
+
+    S <- l S;   d = b (v - S^T k);   S <- S + k d^T;   o = S^T q
+
+One token at a time that is the recurrence above (`recurrent_step`). For many tokens `chunked` computes the
+same in chunks: within a chunk the d of all tokens solve one triangular system, and the state is touched once.
+With G_i the sum of log decays up to token i, and S_0 the state before the chunk,
+
+    d_i + b_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) d_j = b_i (v_i - exp(G_i) S_0^T k_i)
+    o_i = exp(G_i) S_0^T q_i + sum_{j<=i} exp(G_i - G_j) (q_i . k_j) d_j
+    S_n = exp(G_n) S_0 + sum_j exp(G_n - G_j) k_j d_j^T
+
+All exponents are at most 0, so nothing overflows however strong the decay. (Algorithm: Yang et al., "Gated
+Delta Networks", 2024, in the form that follows from the recurrence by substitution.)
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_worker.device.interface import Device
+from gpu_worker.model.batch import Batch
+from gpu_worker.model.hyper_connection import rms_norm
+from gpu_worker.state.sequence_state import DeltaState
+from shared.model_config import Qwen4ExpConfig
+from shared.tensor_catalog import block_prefix
+
+# Tokens per triangular system. The system's cost grows with its square, the number of steps falls.
+CHUNK_TOKENS = 64
+
+
+class DeltaNet:
+    """The token mixer of one delta-net layer."""
+
+    def __init__(self, device: Device, layer: int, config: Qwen4ExpConfig) -> None:
+        prefix = block_prefix(layer)
+        self._layer = layer
+        self._config = config
+        self._qkv = device.linear(f"{prefix}attn_qkv.weight")
+        self._gate = device.linear(f"{prefix}attn_gate.weight")
+        self._alpha = device.linear(f"{prefix}ssm_alpha.weight")
+        self._beta = device.linear(f"{prefix}ssm_beta.weight")
+        self._out = device.linear(f"{prefix}ssm_out.weight")
+        # [kernel, channels]: row k weighs the input that is kernel - 1 - k tokens old.
+        self._conv = device.tensor(f"{prefix}ssm_conv1d.weight").t().contiguous()
+        self._decay_rate = device.tensor(f"{prefix}ssm_a")
+        self._decay_bias = device.tensor(f"{prefix}ssm_dt.bias")
+        self._norm = device.tensor(f"{prefix}ssm_norm.weight")
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]; advances the state of every sequence in the batch."""
+        config = self._config
+        heads, head_dim = config.num_delta_value_heads, config.delta_head_dim
+        qkv = self._qkv(x)
+        rate = torch.sigmoid(self._beta(x))
+        log_decay = self._decay_rate * functional.softplus(self._alpha(x) + self._decay_bias)
+        outputs = []
+        for span in batch.spans:
+            rows = slice(span.start, span.stop)
+            state = span.state.delta[self._layer]
+            query, key, value = self._heads(self._convolve(qkv[rows], state))
+            mix = recurrent_step if span.num_tokens == 1 else chunked
+            outputs.append(mix(query, key, value, rate[rows], log_decay[rows], state))
+        mixed = rms_norm(torch.cat(outputs), self._norm, config.rms_epsilon)
+        gate = torch.sigmoid(self._gate(x)).view(-1, heads, head_dim)
+        return self._out((mixed * gate).flatten(1))
+
+    def _convolve(self, inputs: Tensor, state: DeltaState) -> Tensor:
+        """The causal convolution over each channel, then SiLU: [tokens, channels]."""
+        kernel, num_tokens = len(self._conv), len(inputs)
+        history = torch.cat([state.conv_inputs, inputs])
+        state.conv_inputs = history[-(kernel - 1) :].clone()
+        total = history[:num_tokens] * self._conv[0]
+        for tap in range(1, kernel):
+            total = total + history[tap : tap + num_tokens] * self._conv[tap]
+        return functional.silu(total)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of every value head: [tokens, value heads, head dim] each.
+
+        Value head h uses key head h mod (number of key heads), the order GGUF files store them in.
+        """
+        config = self._config
+        key_heads, heads, head_dim = (
+            config.num_delta_key_heads,
+            config.num_delta_value_heads,
+            config.delta_head_dim,
+        )
+        query, key, value = torch.split(
+            qkv, [key_heads * head_dim, key_heads * head_dim, heads * head_dim], -1
+        )
+        query = _unit(query.view(-1, key_heads, head_dim), config.rms_epsilon) * head_dim**-0.5
+        key = _unit(key.view(-1, key_heads, head_dim), config.rms_epsilon)
+        repeats = heads // key_heads
+        return query.repeat(1, repeats, 1), key.repeat(1, repeats, 1), value.view(-1, heads, head_dim)
+
+
+def _unit(x: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + epsilon)
+
+
+def recurrent_step(
+    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor, state: DeltaState
+) -> Tensor:
+    """One token. Shapes as in `chunked` with one token; updates the state in place."""
+    matrices = state.matrices
+    matrices.mul_(log_decay[0].exp()[:, None, None])
+    recalled = torch.bmm(key[0][:, None, :], matrices)[:, 0]
+    delta = rate[0][:, None] * (value[0] - recalled)
+    matrices.baddbmm_(key[0][:, :, None], delta[:, None, :])
+    return torch.bmm(query[0][:, None, :], matrices).transpose(0, 1)
+
+
+def chunked(
+    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor, state: DeltaState
+) -> Tensor:
+    """Many tokens: query, key, value [tokens, heads, head dim], rate and log_decay [tokens, heads] ->
+    [tokens, heads, head dim]; advances the state."""
+    outputs = []
+    for start in range(0, len(query), CHUNK_TOKENS):
+        rows = slice(start, start + CHUNK_TOKENS)
+        outputs.append(
+            _one_chunk(
+                query[rows].transpose(0, 1),
+                key[rows].transpose(0, 1),
+                value[rows].transpose(0, 1),
+                rate[rows].t()[:, :, None],
+                log_decay[rows].t().cumsum(1),
+                state,
+            )
+        )
+    return torch.cat(outputs, 1).transpose(0, 1)
+
+
+def _one_chunk(
+    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, total: Tensor, state: DeltaState
+) -> Tensor:
+    """[heads, tokens, dim] tensors of one chunk; `total` [heads, tokens] are the summed log decays."""
+    num_tokens = total.shape[1]
+    before = state.matrices
+    is_later = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=total.device).triu(1)
+    between = (total[:, :, None] - total[:, None, :]).masked_fill(is_later, -torch.inf).exp()
+    since_start = total.exp()[:, :, None]
+    # The solver reads the strictly lower triangle and takes the diagonal as ones.
+    system = rate * between * (key @ key.transpose(1, 2))
+    wanted = rate * (value - since_start * (key @ before))
+    delta = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    output: Tensor = since_start * (query @ before) + (between * (query @ key.transpose(1, 2))) @ delta
+    until_end = (total[:, -1:] - total).exp()[:, :, None]
+    state.matrices = total[:, -1].exp()[:, None, None] * before + (until_end * key).transpose(1, 2) @ delta
+    return output

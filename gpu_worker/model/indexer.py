@@ -1,0 +1,79 @@
+"""The QSA indexer: which blocks of earlier positions a query attends to.
+
+Positions are cut into blocks of `ratio` from the start of the sequence. A block that is complete has one
+pooled key. A query scores the blocks that are complete up to and including its own position, keeps the best
+`token_budget / ratio` of them, and also sees the positions after the last complete block. As long as no block
+has to be dropped this is ordinary causal attention.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gpu_worker.device.interface import Device
+from gpu_worker.model.hyper_connection import rms_norm
+from gpu_worker.model.rotary import Rotary
+from gpu_worker.state.sequence_state import AttentionState
+from shared.model_config import Qwen4ExpConfig
+from shared.tensor_catalog import block_prefix
+
+
+class Indexer:
+    """Block selection of one attention layer."""
+
+    def __init__(self, device: Device, layer: int, config: Qwen4ExpConfig, rotary: Rotary) -> None:
+        prefix = f"{block_prefix(layer)}indexer."
+        self.ratio = config.compress_ratios[layer]
+        self.num_kept = config.indexer.token_budget // self.ratio
+        self._num_heads = config.indexer.num_heads
+        self._head_dim = config.indexer.head_dim
+        self._epsilon = config.rms_epsilon
+        self._rotary = rotary
+        self._query = device.linear(f"{prefix}q_proj.weight")
+        self._key = device.linear(f"{prefix}k_proj.weight")
+        self._query_norm = device.tensor(f"{prefix}q_norm.weight")
+        self._key_norm = device.tensor(f"{prefix}k_norm.weight")
+
+    def project_keys(self, x: Tensor) -> Tensor:
+        """Raw keys of tokens x [tokens, hidden]: [tokens, indexer dim]."""
+        return self._key(x)
+
+    def append_keys(self, raw_keys: Tensor, state: AttentionState) -> None:
+        """Takes the raw keys of the next tokens; finishes the pooled key of every block they complete."""
+        waiting = torch.cat([state.open_keys, raw_keys])
+        num_complete = len(waiting) // self.ratio
+        if num_complete:
+            members = waiting[: num_complete * self.ratio].view(num_complete, self.ratio, self._head_dim)
+            pooled = rms_norm(members.mean(1), self._key_norm, self._epsilon)
+            first_block = state.block_keys.length
+            blocks = torch.arange(first_block, first_block + num_complete, device=pooled.device)
+            state.block_keys.append(self._rotary(pooled, blocks * self.ratio))
+        state.open_keys = waiting[num_complete * self.ratio :].clone()
+
+    def drops_blocks(self, position: int) -> bool:
+        """Whether a query at this position sees less than everything before it."""
+        return (position + 1) // self.ratio > self.num_kept
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Indexer queries of tokens x [tokens, hidden] at their positions: [tokens, heads, indexer dim]."""
+        heads = self._query(x).view(-1, self._num_heads, self._head_dim)
+        return self._rotary(rms_norm(heads, self._query_norm, self._epsilon), positions)
+
+    def kept_blocks(self, queries: Tensor, first_position: int, state: AttentionState) -> Iterator[Tensor]:
+        """For consecutive queries from `first_position` on, the blocks each keeps: int64 [at most num_kept].
+
+        Scores of exactly zero, where every head is negative, are common, and which of them is kept is not
+        defined. Here it is what `torch.topk` takes from a list of just the complete blocks, as in the
+        reference implementation: queries are taken together only where they see equally many blocks.
+        """
+        block_keys = state.block_keys.rows
+        at = 0
+        while at < len(queries):
+            num_blocks = (first_position + at + 1) // self.ratio
+            # All queries up to the one that completes the next block see as many.
+            stop = min(len(queries), (num_blocks + 1) * self.ratio - 1 - first_position)
+            products = torch.einsum("qhd,bd->qbh", queries[at:stop], block_keys[:num_blocks])
+            scores = products.relu().sum(-1) * self._head_dim**-0.5
+            yield from scores.topk(min(self.num_kept, num_blocks), dim=-1).indices
+            at = stop

@@ -1,0 +1,63 @@
+"""What one sequence keeps between steps, layer by layer.
+
+Delta-net layers keep a fixed amount (a matrix per head and the last inputs of the convolution); attention
+layers keep keys and values of every position, and the indexer's pooled keys, one per complete block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_worker.state.growing import GrowingRows
+from shared.model_config import Qwen4ExpConfig
+
+
+@dataclass(slots=True)
+class DeltaState:
+    """A delta-net layer: `matrices` [value heads, key dim, value dim], `conv_inputs` [kernel - 1, channels],
+    the projections before the convolution, oldest first."""
+
+    matrices: Tensor
+    conv_inputs: Tensor
+
+
+@dataclass(slots=True)
+class AttentionState:
+    """An attention layer: `keys` and `values` [positions, kv heads, head dim] after norm and rotation;
+    `block_keys` [complete blocks, indexer dim], finished; `open_keys` [0 .. ratio - 1, indexer dim], raw keys
+    of the block that is not complete yet."""
+
+    keys: GrowingRows
+    values: GrowingRows
+    block_keys: GrowingRows
+    open_keys: Tensor
+
+
+class SequenceState:
+    """All layers of one sequence, and its position: the number of tokens computed so far."""
+
+    def __init__(self, config: Qwen4ExpConfig, device: torch.device) -> None:
+        self.position = 0
+        self.delta: dict[int, DeltaState] = {}
+        self.attention: dict[int, AttentionState] = {}
+        self.ngram_conv_inputs: Tensor | None = None
+        head_dim, heads = config.delta_head_dim, config.num_delta_value_heads
+        for layer in range(config.num_layers):
+            if config.is_recurrent[layer]:
+                self.delta[layer] = DeltaState(
+                    matrices=torch.zeros(heads, head_dim, head_dim, device=device),
+                    conv_inputs=torch.zeros(config.conv_kernel - 1, config.delta_channels, device=device),
+                )
+            else:
+                kv_shape = (config.num_kv_heads, config.head_dim)
+                self.attention[layer] = AttentionState(
+                    keys=GrowingRows(kv_shape, device),
+                    values=GrowingRows(kv_shape, device),
+                    block_keys=GrowingRows((config.indexer.head_dim,), device),
+                    open_keys=torch.zeros(0, config.indexer.head_dim, device=device),
+                )
+        if config.ngram is not None:
+            self.ngram_conv_inputs = torch.zeros(
+                config.ngram.history_length, config.stream_width, device=device
+            )

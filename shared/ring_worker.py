@@ -1,0 +1,152 @@
+"""The life of a process that serves one ring of the gpu_worker: the cpu_worker and the stager are both that.
+
+Its link to the gateway stands from the start, so that loading shows; its link to the gpu_worker comes once it
+has loaded. Whenever a gpu_worker appears it sends a fresh ring, which a thread then serves; when it goes, the
+thread ends and the ring is let go.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared.link import LinkClient
+from shared.messages import FromBinding, Heartbeat, Init
+from shared.process import AnyConfig, ProcessContext, ProcessState
+from shared.ring import Arrays, RingServer, RingShape
+from shared.run_directory import Role
+from shared.topology import spin_time_s
+
+_log = logging.getLogger(__name__)
+
+# A draining process leaves when the ring has been still for so long, even if the gpu_worker stays.
+_STILL_S = 1.0
+_DRAIN_LOOK_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RingWork:
+    """What a loaded process does with its ring."""
+
+    shape: Callable[[int], RingShape]
+    """The ring's shape for steps of so many tokens."""
+    serve: Callable[[Arrays], None]
+    """Does the work of one slot; runs in the ring's thread."""
+    close: Callable[[], None]
+    """Ends what loading started."""
+
+
+class GatewayListener:
+    """Tells the gateway how the process is doing, and hands the gateway's messages to `on_message`."""
+
+    def __init__(
+        self, context: ProcessContext[AnyConfig], on_message: Callable[[FromBinding], None] | None = None
+    ) -> None:
+        self._context = context
+        self._on_message = on_message
+        self._loaded = asyncio.Event()
+
+    def loaded(self) -> None:
+        """The process can serve now."""
+        self._loaded.set()
+
+    async def attach(self, init: Init) -> dict[str, int | float | str]:
+        await self._loaded.wait()
+        return {}
+
+    async def detach(self, reason: str) -> None:
+        pass
+
+    def heartbeat(self) -> Heartbeat:
+        return self._context.heartbeat()
+
+    def message(self, message: FromBinding) -> None:
+        if self._on_message is None:
+            _log.error("the gateway sent a %s, which is not for this process", type(message).__name__)
+        else:
+            self._on_message(message)
+
+
+class RingListener:
+    """Attaches to each gpu_worker's ring in turn and serves it in a thread. `work` is None where the model
+    has nothing for this process to do; it is then ready all the same."""
+
+    def __init__(self, context: ProcessContext[AnyConfig], work: RingWork | None) -> None:
+        self._context = context
+        self._work = work
+        self._server: RingServer | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since the last slot was served; infinite where no ring is attached."""
+        return time.monotonic() - self._server.last_served if self._server is not None else float("inf")
+
+    async def attach(self, init: Init) -> dict[str, int | float | str]:
+        if self._work is not None and init.segment is not None:
+            shape = self._work.shape(init.ring_tokens)
+            self._server = RingServer(shape, init.segment, spin_s=spin_time_s())
+            self._thread = threading.Thread(
+                target=self._server.serve, args=(self._work.serve,), name="ring", daemon=True
+            )
+            self._thread.start()
+        self._context.state = ProcessState.READY
+        self._context.report("serving", 1.0)
+        return {}
+
+    async def detach(self, reason: str) -> None:
+        if self._server is not None and self._thread is not None:
+            self._server.stop()
+            await asyncio.to_thread(self._thread.join)
+            self._server.close()
+            self._server = self._thread = None
+        self._context.state = ProcessState.WAITING
+        self._context.report("waiting for the gpu_worker", 1.0)
+
+    def heartbeat(self) -> Heartbeat:
+        return self._context.heartbeat()
+
+    def message(self, message: FromBinding) -> None:
+        _log.error("the gpu_worker sent a %s, which is not for this process", type(message).__name__)
+
+
+async def run_ring_worker(
+    context: ProcessContext[AnyConfig],
+    load: Callable[[], RingWork | None],
+    on_gateway_message: Callable[[FromBinding], None] | None = None,
+) -> None:
+    """Runs the process until it has drained. `load` runs in a thread and may take long."""
+    gateway_listener = GatewayListener(context, on_gateway_message)
+    links = _Links(context)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(links.to(Role.GATEWAY, gateway_listener).run(), name="gateway link")]
+        work = await asyncio.to_thread(load)
+        try:
+            gateway_listener.loaded()
+            context.state = ProcessState.WAITING
+            context.report("waiting for the gpu_worker", 1.0)
+            ring_listener = RingListener(context, work)
+            ring_link = links.to(Role.GPU_WORKER, ring_listener)
+            tasks.append(group.create_task(ring_link.run(), name="gpu_worker link"))
+            await context.drain.wait()
+            context.state = ProcessState.DRAINING
+            # The state of another process has no event to wait for.
+            while context.directory.look_at(Role.GPU_WORKER).is_alive and ring_listener.still_s < _STILL_S:  # noqa: ASYNC110
+                await asyncio.sleep(_DRAIN_LOOK_INTERVAL_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if work is not None:
+                work.close()
+
+
+class _Links:
+    def __init__(self, context: ProcessContext[AnyConfig]) -> None:
+        self._context = context
+
+    def to(self, server: Role, listener: GatewayListener | RingListener) -> LinkClient:
+        context = self._context
+        return LinkClient(context.identity, context.directory, server, listener, context.config)

@@ -1,0 +1,75 @@
+"""What the slots of the two rings hold: expert work for the cpu_worker, n-gram rows from the stager.
+
+Both sides of a ring build its shape from the model's metadata and the number of tokens in a step, which the
+gpu_worker announces with Init, so neither tells the other where an array lies.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+from shared.model_config import NgramConfig, Qwen4ExpConfig
+from shared.ring import RingShape
+
+# One slot is filled while the other is worked on.
+_NUM_SLOTS = 2
+# Marks a route in `expert_ids` that is not the cpu_worker's, and a position before the sequence in `windows`.
+NOT_HERE = -1
+
+
+class ExpertHeader(IntEnum):
+    """Places in the `header` of an expert slot. The last is written by the cpu_worker."""
+
+    LAYER = 0
+    NUM_TOKENS = 1
+    COMPUTE_NS = 2
+
+
+class NgramHeader(IntEnum):
+    """Places in the `header` of an n-gram slot. The last is written by the stager."""
+
+    NUM_TOKENS = 0
+    READ_NS = 1
+
+
+def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
+    """gpu_worker -> cpu_worker: the routed experts of one layer for all tokens of a step.
+
+    In: `activations` [tokens, hidden], `expert_ids` and `expert_weights` [tokens, experts used].
+    Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in the order of its routes.
+    """
+    routes = (max_tokens, config.num_experts_used)
+    return RingShape(
+        _NUM_SLOTS,
+        {
+            "header": (np.int64, (8,)),
+            "activations": (np.float32, (max_tokens, config.hidden)),
+            "expert_ids": (np.int32, routes),
+            "expert_weights": (np.float32, routes),
+            "outputs": (np.float32, (max_tokens, config.hidden)),
+        },
+    )
+
+
+def ngram_ring(config: NgramConfig, max_tokens: int) -> RingShape:
+    """gpu_worker -> stager: the n-gram features of all tokens of a step.
+
+    In: `windows` [tokens, n-gram size], each token's own id first, then the ids before it.
+    Out: `features` [tokens, feature width], the concatenated rows of the table.
+    """
+    return RingShape(
+        _NUM_SLOTS,
+        {
+            "header": (np.int64, (8,)),
+            "windows": (np.int32, (max_tokens, config.ngram_size)),
+            "features": (np.float32, (max_tokens, config.feature_width)),
+        },
+    )
+
+
+def shared_memory_needed(config: Qwen4ExpConfig, max_tokens: int) -> int:
+    """Bytes of /dev/shm that a stack takes with steps of so many tokens."""
+    shapes = [expert_ring(config, max_tokens)]
+    if config.ngram is not None:
+        shapes.append(ngram_ring(config.ngram, max_tokens))
+    return sum(shape.layout().num_bytes for shape in shapes)
