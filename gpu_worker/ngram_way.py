@@ -25,7 +25,7 @@ class StagedFeatures:
 
     def submit(self, windows: NDArray[np.int32]) -> None:
         """Asks for the features of windows [tokens, ngram_size], as `shared.work_slots` describes them."""
-        slot = self._ring.next_slot()
+        slot = self._ring.next_slot(self._timeout_s, Role.STAGER)
         slot["header"][NgramHeader.NUM_TOKENS] = len(windows)
         slot["windows"][: len(windows)] = windows
         self._ticket = self._ring.submit()

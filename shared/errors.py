@@ -145,25 +145,30 @@ class DrainingError(UnavailableError):
 class GenerationError(StrataError):
     """A request fails after it was accepted; `code` is stable for clients."""
 
-    code: ClassVar[str] = "generation_failed"
+    default_code: ClassVar[str] = "generation_failed"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        """`code` is given where the error is another process's, handed on."""
+        super().__init__(message)
+        self.code = code if code is not None else self.default_code
 
 
 class WorkerFailedError(GenerationError):
     """A worker died or fell silent while requests depended on it."""
 
-    code = "worker_failed"
+    default_code = "worker_failed"
 
 
 class StepStalledError(GenerationError):
     """A step made no progress within the watchdog's time."""
 
-    code = "step_stalled"
+    default_code = "step_stalled"
 
 
 class ModelOutputError(GenerationError):
     """The logits hold NaN or infinities."""
 
-    code = "invalid_model_output"
+    default_code = "invalid_model_output"
 
 
 class ProtocolError(StrataError):

@@ -121,13 +121,15 @@ class RingClient(_RingSide):
         """What the server needs to attach."""
         return self._segment.descriptor
 
-    def next_slot(self) -> Arrays:
+    def next_slot(self, timeout_s: float, peer: str) -> Arrays:
         """The slot that the next `submit` hands over, to be filled now.
 
-        At most `num_slots` submissions may be in flight; the caller waits for the oldest before it asks here.
+        Normally free at once. After a step that failed half-way the server may still be busy with it; raises
+        as `wait` does where it does not become free.
         """
         number = self._submitted.value
-        assert number - self._completed.value < self._num_slots, "all slots are in flight"
+        if number >= self._num_slots:
+            self._wait_for(number - self._num_slots, timeout_s, peer)
         return self._slots[number % self._num_slots]
 
     def submit(self) -> int:
@@ -142,27 +144,28 @@ class RingClient(_RingSide):
         Raises the error given to `fail` once it was called, StepStalledError after `timeout_s`, and
         SlotError where the server reported a failure for this slot.
         """
+        self._wait_for(ticket, timeout_s, peer)
+        slot = self._slots[ticket % self._num_slots]
+        if slot["error"][0]:
+            raise SlotError(bytes(slot["error"]).split(b"\0", 1)[0].decode("utf-8", "replace"))
+        return slot
 
+    def _wait_for(self, ticket: int, timeout_s: float, peer: str) -> None:
         def is_done() -> bool:
             return self._completed.value > ticket
 
-        if not self._spin(is_done):
-            deadline = time.monotonic() + timeout_s
-            while not is_done():
-                if self._failure is not None:
-                    raise self._failure
-                if time.monotonic() > deadline:
-                    raise StepStalledError(
-                        f"the {peer} has not answered for {timeout_s:g} s; "
-                        "raise --watchdog-s if the machine is that slow"
-                    )
-                self._completed.sleep_while(self._completed.value)
-        slot = self._slots[ticket % self._num_slots]
-        if slot["error"][0]:
-            text = bytes(slot["error"]).split(b"\0", 1)[0].decode("utf-8", "replace")
-            slot["error"][0] = 0
-            raise SlotError(text)
-        return slot
+        if self._spin(is_done):
+            return
+        deadline = time.monotonic() + timeout_s
+        while not is_done():
+            if self._failure is not None:
+                raise self._failure
+            if time.monotonic() > deadline:
+                raise StepStalledError(
+                    f"the {peer} has not answered for {timeout_s:g} s; "
+                    "raise --watchdog-s if the machine is that slow"
+                )
+            self._completed.sleep_while(self._completed.value)
 
     def fail(self, failure: GenerationError) -> None:
         """Makes every wait, the running one too, end with `failure`. Called from any thread."""
@@ -195,13 +198,13 @@ class RingServer(_RingSide):
                 self._submitted.sleep_while(number)
                 continue
             slot = self._slots[number % self._num_slots]
+            failure = b""
             try:
                 work(slot)
             except Exception as error:
-                text = f"{type(error).__name__}: {error}".encode()[: _ERROR_BYTES - 1]
-                slot["error"][1 : len(text)] = np.frombuffer(text[1:], np.uint8)
-                slot["error"][len(text) :] = 0
-                slot["error"][0] = text[0]
+                failure = f"{type(error).__name__}: {error}".encode()[: _ERROR_BYTES - 1]
+            slot["error"][: len(failure)] = np.frombuffer(failure, np.uint8)
+            slot["error"][len(failure) :] = 0
             self._completed.publish(number + 1)
             self.last_served = time.monotonic()
 
@@ -218,4 +221,4 @@ class RingServer(_RingSide):
 class SlotError(GenerationError):
     """The server could not do the work of one slot; the text says why."""
 
-    code = "worker_error"
+    default_code = "worker_error"

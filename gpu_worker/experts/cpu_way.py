@@ -22,7 +22,7 @@ class CpuExperts:
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
         """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over."""
-        slot = self._ring.next_slot()
+        slot = self._ring.next_slot(self._timeout_s, Role.CPU_WORKER)
         num_tokens = len(x)
         slot["header"][ExpertHeader.LAYER] = layer
         slot["header"][ExpertHeader.NUM_TOKENS] = num_tokens

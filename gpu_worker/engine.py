@@ -1,0 +1,276 @@
+"""The engine thread: takes commands, computes step after step, posts what comes of them.
+
+It owns the sequences, the model's state and the rings to the other workers; nobody else touches them.
+Commands come in by a queue from the event loop, answers leave by `post`, which hands them to the event loop.
+
+A step that fails takes its sequences with it, since their state is then half-advanced; the others go on. When
+a worker is lost every request fails: all of them need it.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpu_worker.experts.cpu_way import CpuExperts
+from gpu_worker.model.qwen4exp import Qwen4Exp
+from gpu_worker.ngram_way import StagedFeatures
+from gpu_worker.sampler import Sampler
+from gpu_worker.scheduler import Scheduler, Work
+from gpu_worker.sequence import Clock, Sequence
+from gpu_worker.step import Ways, compute
+from shared.errors import GenerationError, ModelOutputError, WorkerFailedError
+from shared.messages import (
+    AbortRequest,
+    GenerateRequest,
+    Message,
+    PrefillProgress,
+    RequestFailed,
+    RequestFinished,
+    TokenChunk,
+)
+from shared.ring import RingClient
+from shared.run_directory import Role
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRing:
+    """A worker serves this ring from now on."""
+
+    role: Role
+    ring: RingClient
+
+
+@dataclass(frozen=True, slots=True)
+class DetachRing:
+    """The worker that serves the role's ring is lost; the ring is closed."""
+
+    role: Role
+    failure: WorkerFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAll:
+    """The gateway is lost, and with it everyone who waits for answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the thread."""
+
+
+Command = GenerateRequest | AbortRequest | AttachRing | DetachRing | AbortAll | Stop
+
+
+class Engine:
+    """The thread and its queue of commands."""
+
+    def __init__(
+        self,
+        model: Qwen4Exp,
+        torch_device: torch.device,
+        scheduler: Scheduler,
+        post: Callable[[Message], None],
+        watchdog_s: float,
+    ) -> None:
+        self._model = model
+        self._torch_device = torch_device
+        self._scheduler = scheduler
+        self._post = post
+        self._watchdog_s = watchdog_s
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._rings: dict[Role, RingClient] = {}
+        self._ways: Ways | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._last_busy = time.monotonic()
+        self.num_steps = 0
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, command: Command) -> None:
+        """Queues a command; it takes effect between two steps. Called from any thread."""
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        """Ends the thread; requests that still run end with an error."""
+        self.submit(Stop())
+        self._thread.join()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request ended or command came; 0 while there is one."""
+        if self._scheduler.num_running or self._scheduler.num_waiting or not self._commands.empty():
+            return 0.0
+        return time.monotonic() - self._last_busy
+
+    @property
+    def num_running(self) -> int:
+        """Requests being computed."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return self._scheduler.num_waiting
+
+    def _run(self) -> None:
+        is_running = True
+        while is_running:
+            is_running = self._take_commands()
+            works = self._scheduler.schedule()
+            if works:
+                self._step(works)
+        self._fail_all(WorkerFailedError("the gpu_worker is stopping"))
+        for ring in self._rings.values():
+            ring.close()
+
+    def _take_commands(self) -> bool:
+        """Carries out what is queued; sleeps where there is neither a command nor a sequence."""
+        while True:
+            has_work = bool(self._scheduler.num_running or self._scheduler.num_waiting)
+            try:
+                command = self._commands.get(block=not has_work)
+            except queue.Empty:
+                return True
+            self._last_busy = time.monotonic()
+            if isinstance(command, Stop):
+                return False
+            self._carry_out(command)
+
+    def _carry_out(
+        self, command: GenerateRequest | AbortRequest | AttachRing | DetachRing | AbortAll
+    ) -> None:
+        match command:
+            case GenerateRequest():
+                self._begin(command)
+            case AbortRequest(request_id=request_id):
+                sequence = self._scheduler.find(request_id)
+                if sequence is not None:
+                    self._finish(sequence, "abort")
+            case AttachRing(role=role, ring=ring):
+                self._rings[role] = ring
+                self._ways = self._complete_ways()
+            case DetachRing(role=role, failure=failure):
+                self._ways = None
+                self._rings.pop(role).close()
+                self._fail_all(failure)
+            case AbortAll():
+                for sequence in list(self._scheduler):
+                    self._scheduler.remove(sequence)
+
+    def _complete_ways(self) -> Ways | None:
+        """The ways to the other workers, once all that the model needs are attached."""
+        experts, ngram = self._rings.get(Role.CPU_WORKER), self._rings.get(Role.STAGER)
+        needs_ngram = self._model.config.ngram is not None
+        if experts is None or (needs_ngram and ngram is None):
+            return None
+        return Ways(
+            CpuExperts(experts, self._torch_device, self._watchdog_s),
+            StagedFeatures(ngram, self._torch_device, self._watchdog_s) if ngram is not None else None,
+        )
+
+    def _begin(self, request: GenerateRequest) -> None:
+        if self._ways is None:
+            failure = WorkerFailedError("a worker process is missing; it is being restarted, try again soon")
+            self._post_failure(request.request_id, failure)
+            return
+        self._scheduler.add(
+            Sequence(
+                request=request,
+                state=self._model.new_state(),
+                sampler=Sampler(request.sampling),
+                clock=Clock(arrived_at=time.monotonic()),
+                token_ids=list(request.prompt_token_ids),
+            )
+        )
+
+    def _step(self, works: list[Work]) -> None:
+        assert self._ways is not None, "sequences are failed when a worker is lost"
+        started = time.monotonic()
+        for work in works:
+            clock = work.sequence.clock
+            clock.started_at = clock.started_at or started
+        ways = self._ways
+        waited_before = ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0
+        try:
+            choices = compute(self._model, works, ways, self._torch_device)
+        except GenerationError as error:
+            _log.error("a step of %d requests failed: %s", len(works), error)
+            self._fail(works, error)
+            return
+        except Exception:
+            _log.exception("a step of %d requests failed", len(works))
+            self._fail(works, GenerationError("an internal error; the server's log has the details"))
+            return
+        self.num_steps += 1
+        expert_wait_s = ways.experts.waited_s - waited_before[0]
+        ngram_wait_s = (ways.ngram.waited_s if ways.ngram is not None else 0.0) - waited_before[1]
+        for work in works:
+            work.sequence.clock.expert_wait_s += expert_wait_s
+            work.sequence.clock.ngram_wait_s += ngram_wait_s
+        self._advance(works, choices)
+
+    def _advance(self, works: list[Work], choices: list[tuple[Sequence, NDArray[np.float32]]]) -> None:
+        """Chooses tokens, tells the gateway, and ends the sequences that are at their end."""
+        now = time.monotonic()
+        for sequence, logits in choices:
+            try:
+                token_id = sequence.sampler.choose(logits)
+            except ModelOutputError as error:
+                self._end_with_failure(sequence, error)
+                continue
+            sequence.token_ids.append(token_id)
+            sequence.clock.first_token_at = sequence.clock.first_token_at or now
+            self._post(TokenChunk(request_id=sequence.request_id, token_ids=[token_id]))
+        for work in works:
+            sequence = work.sequence
+            if self._scheduler.find(sequence.request_id) is None:
+                continue
+            if sequence.is_prefilling:
+                progress = PrefillProgress(
+                    request_id=sequence.request_id,
+                    num_prefilled=work.stop,
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                )
+                self._post(progress)
+            elif sequence.finish_reason is not None:
+                self._finish(sequence, sequence.finish_reason)
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        self._scheduler.remove(sequence)
+        self._last_busy = time.monotonic()
+        self._post(
+            RequestFinished(
+                request_id=sequence.request_id,
+                finish_reason=reason,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_output_tokens=sequence.num_output_tokens,
+                timings=sequence.clock.timings(time.monotonic()),
+            )
+        )
+
+    def _fail(self, works: list[Work], failure: GenerationError) -> None:
+        for work in works:
+            self._end_with_failure(work.sequence, failure)
+
+    def _fail_all(self, failure: GenerationError) -> None:
+        for sequence in list(self._scheduler):
+            self._end_with_failure(sequence, failure)
+
+    def _end_with_failure(self, sequence: Sequence, failure: GenerationError) -> None:
+        self._scheduler.remove(sequence)
+        self._last_busy = time.monotonic()
+        self._post_failure(sequence.request_id, failure)
+
+    def _post_failure(self, request_id: str, failure: GenerationError) -> None:
+        self._post(RequestFailed(request_id=request_id, code=failure.code, reason=str(failure)))

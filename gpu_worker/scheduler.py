@@ -1,0 +1,85 @@
+"""Decides what the next step computes. Pure bookkeeping: no tensors, no clocks, no sockets.
+
+A step takes one token of every sequence that generates, and one chunk of one prompt, oldest first. So prompts
+are read without stopping the streams that already run, and each step's size is bounded.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpu_worker.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens `start` to `stop` of one sequence."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens that is."""
+        return self.stop - self.start
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the next token follows from this work: nothing known is left uncomputed."""
+        return self.stop == len(self.sequence.token_ids)
+
+
+class Scheduler:
+    """The sequences of one gpu_worker."""
+
+    def __init__(self, max_running: int, prefill_tokens: int) -> None:
+        self._max_running = max_running
+        self._prefill_tokens = prefill_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not begun."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have state."""
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._running
+        yield from self._waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request, behind all others."""
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence is over, for whatever reason."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The sequence of a request, running or waiting."""
+        return next((sequence for sequence in self if sequence.request_id == request_id), None)
+
+    def schedule(self) -> list[Work]:
+        """The next step, decoding first; empty where there is nothing to do."""
+        while self._waiting and len(self._running) < self._max_running:
+            self._running.append(self._waiting.popleft())
+        decode = [
+            Work(sequence, sequence.num_computed, len(sequence.token_ids))
+            for sequence in self._running
+            if not sequence.is_prefilling
+        ]
+        for sequence in self._running:
+            if sequence.is_prefilling:
+                start = sequence.num_computed
+                stop = min(start + self._prefill_tokens, sequence.num_prompt_tokens)
+                return [*decode, Work(sequence, start, stop)]
+        return decode

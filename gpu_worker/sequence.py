@@ -1,0 +1,84 @@
+"""One request as the gpu_worker keeps it: its tokens, its place in the model's state, its clock."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_worker.sampler import Sampler
+from gpu_worker.state.sequence_state import SequenceState
+from shared.messages import GenerateRequest, RequestTimings
+
+
+@dataclass(slots=True)
+class Clock:
+    """When things happened to a request (monotonic seconds), and what its steps waited for."""
+
+    arrived_at: float
+    started_at: float | None = None
+    first_token_at: float | None = None
+    ngram_wait_s: float = 0.0
+    expert_wait_s: float = 0.0
+
+    def timings(self, now: float) -> RequestTimings:
+        """The request's time until `now`, divided into its phases."""
+        started_at = now if self.started_at is None else self.started_at
+        first_token_at = now if self.first_token_at is None else self.first_token_at
+        return RequestTimings(
+            queue_s=started_at - self.arrived_at,
+            prefill_s=first_token_at - started_at,
+            decode_s=now - first_token_at,
+            ngram_wait_s=self.ngram_wait_s,
+            expert_wait_s=self.expert_wait_s,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A running or waiting request. `token_ids` are the prompt and what was generated so far."""
+
+    request: GenerateRequest
+    state: SequenceState
+    sampler: Sampler
+    clock: Clock
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        """The gateway's name for the request."""
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, an end-of-text token included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that are part of the model's state."""
+        return self.state.position
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether part of the prompt has not been computed."""
+        return self.num_computed < self.num_prompt_tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the sequence is at its end, or None."""
+        if self.num_output_tokens and self.token_ids[-1] in self.request.eos_token_ids:
+            return "stop"
+        return "length" if self.num_output_tokens >= self.request.max_new_tokens else None
+
+    def windows(self, start: int, stop: int, ngram_size: int) -> NDArray[np.int32]:
+        """The n-gram windows of tokens `start` to `stop`: [tokens, ngram_size], own id first, -1 before the
+        start of the sequence."""
+        reach = ngram_size - 1
+        ids = np.array(self.token_ids[max(0, start - reach) : stop], np.int32)
+        ids = np.concatenate([np.full(max(0, reach - start), -1, np.int32), ids])
+        return np.lib.stride_tricks.sliding_window_view(ids, ngram_size)[:, ::-1]
