@@ -135,6 +135,7 @@ class LinkServer:
         self._directory = directory
         self._listener = listener
         self._heartbeat_timeout_s = config.heartbeat_timeout_s
+        self._outbox: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue(_HIGH_WATER_MARK)
         self._socket = _socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
@@ -144,26 +145,35 @@ class LinkServer:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read(), name="link reader")
+                group.create_task(self._write(), name="link writer")
                 group.create_task(self._watch(), name="link watch")
         finally:
             self._socket.close(linger=_LINGER_MS)
             self._directory.remove_sockets(self._identity.role)
 
-    async def send(self, role: Role, message: Message) -> bool:
-        """Sends to the living peer of that role; False where there is none."""
+    def post(self, role: Role, message: Message) -> bool:
+        """Queues a message for the living peer of that role; False where there is none."""
         peer = self.peers[role]
         if peer.state is PeerState.ABSENT:
             return False
-        return await self._send_to(_transport_identity(peer.role, peer.incarnation), message)
+        return self._post_to(_transport_identity(peer.role, peer.incarnation), message)
 
-    async def _send_to(self, transport_identity: bytes, message: Message) -> bool:
+    def _post_to(self, transport_identity: bytes, message: Message) -> bool:
         try:
-            await self._socket.send_multipart([transport_identity, encode(message)])
-        except zmq.ZMQError as error:
-            # Its connection is gone; the watch will notice why.
-            _log.debug("a message to %s was not delivered: %s", transport_identity.decode(), error)
+            self._outbox.put_nowait((transport_identity, message))
+        except asyncio.QueueFull:
+            _log.error("%s does not take messages; one was dropped", transport_identity.decode())
             return False
         return True
+
+    async def _write(self) -> None:
+        while True:
+            transport_identity, message = await self._outbox.get()
+            try:
+                await self._socket.send_multipart([transport_identity, encode(message)])
+            except zmq.ZMQError as error:
+                # Its connection is gone; the watch notices why.
+                _log.debug("a message to %s was not delivered: %s", transport_identity.decode(), error)
 
     async def _read(self) -> None:
         while True:
@@ -175,12 +185,12 @@ class LinkServer:
                 _log.error("%s", error)
                 continue
             if isinstance(message, Hello):
-                await self._greet(transport_identity, message)
+                self._greet(transport_identity, message)
                 continue
             peer = self._peer_of(name)
             if peer is None:
                 refusal = Refusal(reason="you were given up for dead; begin anew", is_final=False)
-                await self._send_to(transport_identity, refusal)
+                self._post_to(transport_identity, refusal)
                 continue
             self._hear(peer, message)
 
@@ -204,11 +214,11 @@ class LinkServer:
                     peer.heartbeat = message
                 self._listener.message(peer, message)
 
-    async def _greet(self, transport_identity: bytes, hello: Hello) -> None:
+    def _greet(self, transport_identity: bytes, hello: Hello) -> None:
         refusal = self._objection(hello)
         if refusal is not None:
             _log.error("refused %s: %s", transport_identity.decode(), refusal.reason)
-            await self._send_to(transport_identity, refusal)
+            self._post_to(transport_identity, refusal)
             return
         peer = self.peers[Role(hello.role)]
         if peer.state is not PeerState.ABSENT and peer.incarnation != hello.incarnation:
@@ -219,7 +229,7 @@ class LinkServer:
         peer.state = PeerState.GREETED
         peer.last_heard = time.monotonic()
         assert peer.init is not None
-        await self._send_to(transport_identity, peer.init)
+        self._post_to(transport_identity, peer.init)
 
     def _objection(self, hello: Hello) -> Refusal | None:
         own = self._identity

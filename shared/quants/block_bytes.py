@@ -1,10 +1,11 @@
 """Reads and writes inside compiled code: a block's bytes and scales, and the decoded values.
 
-Plain indexing (`raw[at]`) would be right too, and four times slower: numba adds a test for negative indices
-to each access, and has to assume that a store into `out` may change `raw`, so that LLVM can vectorise
-nothing. These loads skip the test and are marked invariant: **while a kernel runs, `raw` does not change and
-does not overlap what the kernel writes.** They check no bounds; `shared.quants` checks shapes before it
-calls a kernel. Byte order is little-endian, as GGUF and every CPU numba compiles for here.
+Plain indexing (`raw[at]`) would be right too, and slow (measured on Q8_0: 1.2 instead of 0.13 ns a weight):
+numba adds a test for negative indices to each access, and LLVM must assume that a store into `out` may change
+`raw`, so that it vectorises nothing. These loads skip the test and are marked invariant: **while a kernel
+runs, `raw` does not change and does not overlap what the kernel writes.** They check no bounds;
+`shared.quants` checks shapes before it calls a kernel. Byte order is little-endian, as GGUF and every CPU
+numba compiles for here.
 
 Callable from compiled code only.
 """
@@ -24,19 +25,25 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
+def _element_address(context: Any, builder: Any, array_type: Any, args: Any) -> Any:
+    """Of element args[1] of the array args[0]."""
+    array = context.make_array(array_type)(context, builder, args[0])
+    return builder.gep(array.data, [args[1]])
+
+
 def _unsigned_load(num_bits: int) -> Callable[[Bytes, int], int]:
     """A function `(raw, at)` that reads `num_bits` at byte `at`, whatever the alignment, as an int64."""
 
     def load(typing_context: Any, raw: Any, at: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            address = builder.gep(context.make_array(signature.args[0])(context, builder, args[0]).data, [args[1]])
+            address = _element_address(context, builder, signature.args[0], args)
             loaded = builder.load(address, typ=ir.IntType(num_bits), align=1)
             loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
             return builder.zext(loaded, ir.IntType(64))
 
         return types.int64(raw, types.intp), generate
 
-    return cast(Callable[[Bytes, int], int], intrinsic(load))
+    return cast("Callable[[Bytes, int], int]", intrinsic(load))
 
 
 byte_at = _unsigned_load(8)
@@ -46,14 +53,13 @@ uint32_at = _unsigned_load(32)
 
 def _store(typing_context: Any, out: Any, at: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.gep(context.make_array(signature.args[0])(context, builder, args[0]).data, [args[1]])
-        builder.store(args[2], address)
+        builder.store(args[2], _element_address(context, builder, signature.args[0], args))
         return context.get_dummy_value()
 
     return types.void(out, types.intp, types.float32), generate
 
 
-put = cast(Callable[[Floats, int, np.float32], None], intrinsic(_store))
+put = cast("Callable[[Floats, int, np.float32], None]", intrinsic(_store))
 """`put(out, at, value)`: out[at] = value."""
 
 
@@ -64,13 +70,14 @@ def half_from_bits(bits: int) -> np.float32:
     In integers, since numba's own conversion needs a CPU with F16C, and without multiplying subnormal
     float32 numbers, which some CPUs do slowly.
     """
-    exponent, shifted = bits & 0x7C00, (bits & 0x7FFF) << 13
-    # Exponents are biased by 15 there and by 127 here; all ones stays all ones.
-    rebias = 224 << 23 if exponent == 0x7C00 else 112 << 23
-    normal = np.uint32(shifted + rebias).view(np.float32)
-    subnormal = np.uint32(shifted + (113 << 23)).view(np.float32) - np.float32(2.0**-14)
-    magnitude = subnormal if exponent == 0 else normal
-    return -magnitude if bits & 0x8000 else magnitude
+    rest = bits & 0x7FFF
+    if rest < 0x0400:  # subnormal
+        value = np.float32(rest) * np.float32(2.0**-24)
+    elif rest < 0x7C00:  # exponents are biased by 15 there and by 127 here
+        value = np.uint32((rest << 13) + (112 << 23)).view(np.float32)
+    else:  # infinite or NaN
+        value = np.uint32((rest << 13) | 0x7F800000).view(np.float32)
+    return -value if bits & 0x8000 else value
 
 
 @jitable

@@ -1,14 +1,10 @@
 """A block format: what ggml calls the type, and how one block of it decodes."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.gguf.types import TensorType
-from shared.quants.block_bytes import Bytes, Floats
-from shared.quants.kernels import Kernels, compile_kernels
-
-DecodeBlock = Callable[[Bytes, int, Floats, int], None]
+from shared.quants.kernels import DecodeBlock, Kernels, compile_kernels
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,12 +26,13 @@ ROWS = types.Array(types.float32, 2, "C")
 INTEGER = types.int64
 
 _log = logging.getLogger(__name__)
-_compiling = threading.RLock()
+_compiling = threading.Lock()
 
 
 def jitable(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Makes a module-level function callable from compiled code. Its arithmetic is kept as written."""
-    return cast(Callable[Parameters, Result], register_jitable(function))
+    marked: Callable[Parameters, Result] = register_jitable(function)
+    return marked
 
 
 def jitable_sum(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -39,8 +40,8 @@ def jitable_sum(function: Callable[Parameters, Result]) -> Callable[Parameters, 
 
     Without this permission a sum cannot be vectorised. Not granted: assuming that no NaN or infinity occurs.
     """
-    options = register_jitable(fastmath={"reassoc", "contract"})
-    return cast(Callable[Parameters, Result], options(function))
+    marked: Callable[Parameters, Result] = register_jitable(fastmath={"reassoc", "contract"})(function)
+    return marked
 
 
 def compile_kernel(
@@ -74,7 +75,7 @@ def _compile(
         dispatcher.compile(argument_types)
     # Other types would be compiled at their first call, for seconds, in the middle of someone's request.
     dispatcher.disable_compile()
-    return cast(Callable[Parameters, Result], dispatcher)
+    return cast("Callable[Parameters, Result]", dispatcher)
 
 
 @contextmanager

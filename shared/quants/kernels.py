@@ -21,6 +21,9 @@ from shared.quants.jit import (
     jitable_sum,
 )
 
+DecodeBlock = Callable[[Bytes, int, Floats, int], None]
+"""`decode_block(raw, at, out, start)`; see `BlockFormat`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
@@ -29,23 +32,12 @@ class Kernels:
     `decode(raw, row_stride, num_blocks, out)`: rows of `num_blocks` blocks, `row_stride` bytes apart in
     `raw`, into `out` (one-dimensional; its size gives the number of rows).
 
-    `multiply(raw, x, out, start, stop)`: for weight rows start to stop, `out[:, row]` = the
-    products of that row with each row of `x` [num_tokens, width]. `out` is [num_tokens, num_rows].
+    `multiply(raw, x, out, start, stop)`: for weight rows start to stop, `out[:, row]` = the products
+    of that row with each row of `x` [num_tokens, width]. `out` is [num_tokens, num_rows].
     """
 
     decode: Callable[[Bytes, int, int, Floats], None]
     multiply: Callable[[Bytes, Floats, Floats, int, int], None]
-
-
-@jitable_sum
-def _dot_2x1(weights: Floats, x: Floats) -> tuple[np.float32, np.float32]:
-    """Two weight rows, one after the other in `weights`, times the only token."""
-    width = x.shape[1]
-    a = b = np.float32(0)
-    for i in range(width):
-        a += weights[i] * x[0, i]
-        b += weights[width + i] * x[0, i]
-    return a, b
 
 
 @jitable_sum
@@ -67,7 +59,7 @@ def _dot_2x4(weights: Floats, x: Floats, t0: int, t1: int, t2: int, t3: int) -> 
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
-def compile_kernels(tensor_type: TensorType, decode_block: Callable[[Bytes, int, Floats, int], None]) -> Kernels:
+def compile_kernels(tensor_type: TensorType, decode_block: DecodeBlock) -> Kernels:
     """Both kernels of one format, compiled or loaded from the cache."""
     block_size, block_bytes = tensor_type.block_size, tensor_type.block_bytes
 
@@ -75,7 +67,8 @@ def compile_kernels(tensor_type: TensorType, decode_block: Callable[[Bytes, int,
         width = num_blocks * block_size
         for row in range(out.size // width):
             for block in range(num_blocks):
-                decode_block(raw, row * row_stride + block * block_bytes, out, row * width + block * block_size)
+                at = row * row_stride + block * block_bytes
+                decode_block(raw, at, out, row * width + block * block_size)
 
     def multiply(raw: Bytes, x: Floats, out: Floats, start: int, stop: int) -> None:
         num_tokens, width = x.shape
@@ -91,9 +84,6 @@ def compile_kernels(tensor_type: TensorType, decode_block: Callable[[Bytes, int,
                 for block in range(num_blocks):
                     at = (row * num_blocks + block) * block_bytes
                     decode_block(raw, at, weights, half * width + block * block_size)
-            if num_tokens == 1:
-                out[0, first], out[0, second] = _dot_2x1(weights, x)
-                continue
             for t0 in range(0, num_tokens, 4):
                 t1, t2, t3 = min(t0 + 1, last), min(t0 + 2, last), min(t0 + 3, last)
                 sums = _dot_2x4(weights, x, t0, t1, t2, t3)
@@ -103,5 +93,7 @@ def compile_kernels(tensor_type: TensorType, decode_block: Callable[[Bytes, int,
     name = tensor_type.name
     return Kernels(
         decode=compile_kernel(decode, f"decode_{name}", READONLY_BYTES, INTEGER, INTEGER, FLOATS),
-        multiply=compile_kernel(multiply, f"multiply_{name}", READONLY_BYTES, READONLY_ROWS, ROWS, INTEGER, INTEGER),
+        multiply=compile_kernel(
+            multiply, f"multiply_{name}", READONLY_BYTES, READONLY_ROWS, ROWS, INTEGER, INTEGER
+        ),
     )

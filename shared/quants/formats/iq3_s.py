@@ -26,7 +26,9 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
     for i in range(64):
         group_scale_bits = byte_at(raw, at + _SCALES + i // 16) >> (i // 8 % 2 * 4) & 15
         group_scale = scale * np.float32(1 + 2 * group_scale_bits)
-        entry = byte_at(raw, at + _LOW_BITS + i) | (byte_at(raw, at + _HIGH_BITS + i // 8) >> (i % 8) & 1) << 8
+        entry = (
+            byte_at(raw, at + _LOW_BITS + i) | (byte_at(raw, at + _HIGH_BITS + i // 8) >> (i % 8) & 1) << 8
+        )
         signs, first_sign = byte_at(raw, at + _SIGNS + i // 2), i % 2 * 4
         for j in range(4):
             magnitude = np.float32(IQ3_S_GRID[entry, j])

@@ -30,9 +30,9 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
         half, group, side = sub // 8, sub // 2, sub % 2
         codes, high_bits = at + _CODES + 32 * half + 16 * side, at + 16 * side
         for j in range(16):
-            low_bits = byte_at(raw, codes + j) >> (group % 4 * 2) & 3
-            high_bit = byte_at(raw, high_bits + j) >> group & 1
-            put(out, start + 16 * sub + j, sub_scale * (np.float32(low_bits | high_bit << 2) - np.float32(4)))
+            low_bits = np.float32(byte_at(raw, codes + j) >> (group % 4 * 2) & 3)
+            offset = np.float32(0) if byte_at(raw, high_bits + j) >> group & 1 else np.float32(4)
+            put(out, start + 16 * sub + j, sub_scale * (low_bits - offset))
 
 
 Q3_K = BlockFormat(tensor_type_named("Q3_K"), decode_block)

@@ -11,21 +11,26 @@ them; value = (code - 16) * scale.
 import numpy as np
 
 from shared.gguf.types import tensor_type_named
-from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put, uint32_at
+from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
+from shared.quants.codebooks import FIFTH_BITS
 from shared.quants.jit import jitable
+
+_FIFTH_BITS, _CODES = 2, 6
 
 
 @jitable
 def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
     scale = half_at(raw, at)
-    fifth_bits = uint32_at(raw, at + 2)
-    for j in range(16):
-        codes = byte_at(raw, at + 6 + j)
-        low = (codes & 15) | ((fifth_bits >> j & 1) << 4)
-        high = (codes >> 4) | ((fifth_bits >> (16 + j) & 1) << 4)
-        put(out, start + j, (np.float32(low) - np.float32(16)) * scale)
-        put(out, start + 16 + j, (np.float32(high) - np.float32(16)) * scale)
+    for side in range(2):
+        low_fifths = byte_at(raw, at + _FIFTH_BITS + side)
+        high_fifths = byte_at(raw, at + _FIFTH_BITS + 2 + side)
+        for j in range(8):
+            codes = byte_at(raw, at + _CODES + 8 * side + j)
+            low = np.float32(codes & 15) + FIFTH_BITS[low_fifths, j]
+            high = np.float32(codes >> 4) + FIFTH_BITS[high_fifths, j]
+            put(out, start + 8 * side + j, (low - np.float32(16)) * scale)
+            put(out, start + 16 + 8 * side + j, (high - np.float32(16)) * scale)
 
 
 Q5_0 = BlockFormat(tensor_type_named("Q5_0"), decode_block)
