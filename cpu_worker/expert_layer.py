@@ -21,8 +21,9 @@ from shared.tensor_catalog import block_prefix
 
 Floats = NDArray[np.float32]
 
-# Below this many multiply-adds a layer is done sooner than another thread has woken up.
-_MIN_WORK_TO_SHARE = 500_000
+# Multiply-adds that keep a thread busy for about a millisecond. Less is not worth waking another one for,
+# which takes 50 us at best and a time slice where the CPUs are busy.
+_MIN_WORK_TO_SHARE = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)

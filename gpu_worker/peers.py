@@ -82,7 +82,7 @@ class PeerListener:
         """Heartbeats say nothing here that the link has not noted."""
 
     def close(self) -> None:
-        """Ends the wait of a running step, and removes rings that were not attached; the engine has the rest."""
+        """Ends the wait of a running step, and removes the rings that the engine was not given."""
         for ring in self._serving.values():
             ring.fail(WorkerFailedError("the gpu_worker is stopping"))
         for role in list(self._offered):

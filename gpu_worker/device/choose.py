@@ -38,7 +38,6 @@ def choose_torch_device(setting: str) -> torch.device:
 def open_device(torch_device: torch.device, model: GGUFModel, num_threads: int) -> Device:
     """The device with the model's weights on it. `num_threads` 0 is one per usable CPU."""
     num_threads = num_threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
     if torch_device.type == "cpu":
         _log.info("the model runs on the CPU with %d threads", num_threads)
         return CpuDevice(model, num_threads)

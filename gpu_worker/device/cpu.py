@@ -14,8 +14,11 @@ from shared.gguf.model import GGUFModel
 from shared.quants import BlockFormat
 from shared.task_pool import TaskPool
 
-# Below this many multiply-adds a product is done sooner than another thread has woken up.
-_MIN_WORK_TO_SHARE = 500_000
+# Multiply-adds that keep a thread busy for about a millisecond. Less is not worth waking another one for,
+# which takes 50 us at best and a time slice where the CPUs are busy.
+_MIN_WORK_TO_SHARE = 4_000_000
+# Steps of fewer tokens run torch's own operations on one thread: they are too small to share.
+_MIN_TOKENS_TO_SHARE = 32
 
 
 class CpuDevice:
@@ -24,6 +27,7 @@ class CpuDevice:
     def __init__(self, model: GGUFModel, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
         self._model = model
+        self._num_threads = num_threads
         self._pool = TaskPool(num_threads)
 
     def linear(self, name: str) -> Linear:
@@ -39,6 +43,10 @@ class CpuDevice:
     def tensor(self, name: str) -> Tensor:
         """A copy, decoded to float32."""
         return torch.from_numpy(decoded(self._model, name))
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Sets the number of threads of torch's operations to what pays for the step."""
+        torch.set_num_threads(self._num_threads if num_tokens >= _MIN_TOKENS_TO_SHARE else 1)
 
     def close(self) -> None:
         """Ends the threads."""

@@ -38,5 +38,8 @@ class Device(Protocol):
     def tensor(self, name: str) -> Tensor:
         """A small tensor (norms, convolutions, vectors), decoded to float32 on the device."""
 
+    def begin_step(self, num_tokens: int) -> None:
+        """A step of so many tokens is about to be computed."""
+
     def close(self) -> None:
         """Ends threads and gives memory back."""

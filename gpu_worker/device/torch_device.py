@@ -38,6 +38,9 @@ class TorchDevice:
         """The tensor as float32 on the device."""
         return torch.from_numpy(decoded(self._model, name)).to(self.torch_device)
 
+    def begin_step(self, num_tokens: int) -> None:
+        """Nothing to prepare."""
+
     def close(self) -> None:
         """Nothing runs on its own here."""
 

@@ -75,6 +75,7 @@ class Qwen4Exp:
     @torch.inference_mode()
     def forward(self, batch: Batch, experts: RoutedExperts, ngram: NgramFeatures | None) -> Tensor:
         """Computes the batch and advances its sequences by it: streams [tokens, streams, hidden]."""
+        self._device.begin_step(batch.num_tokens)
         streams = self._embedding(batch.token_ids)[:, None, :].expand(-1, self.config.num_streams, -1)
         for number, layer in enumerate(self._layers):
             if (

@@ -1,0 +1,94 @@
+"""Who may run now, who waits, and who is turned away.
+
+As many requests run as the gpu_worker computes at once; a bounded number waits in the order of arrival, also
+while a worker is being restarted; more are refused, so that a client learns within a moment that it should
+come back later.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shared.errors import DrainingError, QueueFullError
+
+_FIRST_GUESS_S = 5.0
+_MAX_RETRY_AFTER_S = 120
+
+
+class Place:
+    """One request's place: waiting until `granted`."""
+
+    def __init__(self) -> None:
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Admission:
+    """Running and waiting requests of one gateway."""
+
+    def __init__(self, max_running: int, queue_size: int) -> None:
+        self._max_running = max_running
+        self._queue_size = queue_size
+        self._waiting: deque[Place] = deque()
+        self._mean_duration_s = _FIRST_GUESS_S
+        self.num_running = 0
+        self.is_draining = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody runs or waits."""
+        return self.num_running == 0 and not self._waiting
+
+    def drain(self) -> None:
+        """Takes nobody new from now on; who is here may finish."""
+        self.is_draining = True
+
+    @asynccontextmanager
+    async def enter(self) -> AsyncIterator[Place]:
+        """A place for one request, given back when the context is left, in whatever way.
+
+        Raises DrainingError or QueueFullError at once. Otherwise the request may begin when the place is
+        granted.
+        """
+        if self.is_draining:
+            raise DrainingError("the server is stopping and takes no new requests", retry_after_s=5)
+        place = Place()
+        if self.num_running < self._max_running and not self._waiting:
+            self._grant(place)
+        elif len(self._waiting) >= self._queue_size:
+            raise QueueFullError(
+                f"{self.num_running} requests run and {len(self._waiting)} wait, "
+                "as many as --queue-size allows; try again later",
+                retry_after_s=self._retry_after_s(),
+            )
+        else:
+            self._waiting.append(place)
+        started = time.monotonic()
+        try:
+            yield place
+        finally:
+            self._leave(place, time.monotonic() - started)
+
+    def _grant(self, place: Place) -> None:
+        self.num_running += 1
+        place.granted.set_result(None)
+
+    def _leave(self, place: Place, duration_s: float) -> None:
+        if place in self._waiting:
+            self._waiting.remove(place)
+            return
+        self.num_running -= 1
+        self._mean_duration_s += 0.2 * (duration_s - self._mean_duration_s)
+        while self._waiting and self.num_running < self._max_running:
+            self._grant(self._waiting.popleft())
+
+    def _retry_after_s(self) -> int:
+        expected_s = self._mean_duration_s * (len(self._waiting) + 1) / self._max_running
+        return min(_MAX_RETRY_AFTER_S, math.ceil(expected_s))

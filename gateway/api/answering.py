@@ -1,0 +1,257 @@
+"""From a prompt's token ids to the response: admission, generation, and either shape of answer.
+
+Chat and text completions differ only in how their JSON looks, which a `Shape` knows.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from gateway.api.schema import GenerationFields
+from gateway.error_responses import REQUEST_ID_HEADER, error_event
+from gateway.generation import Generation, Outcome
+from gateway.services import REQUEST_ID, SERVICES, Services
+from gateway.sse import EventStream, event_stream
+from shared.errors import (
+    ContextLengthError,
+    GenerationError,
+    InvalidRequestError,
+    NotFoundError,
+    RequestError,
+)
+from shared.messages import GenerateRequest, Sampling
+
+_log = logging.getLogger(__name__)
+
+# How long a request that has its turn waits for workers that are being restarted.
+_RECOVERY_TIMEOUT_S = 60.0
+_SEED_RANGE = 1 << 63
+
+
+class Shape(Protocol):
+    """How an answer looks."""
+
+    def opening(self) -> dict[str, Any] | None:
+        """The chunk before any text, if there is one."""
+
+    def piece(self, text: str) -> dict[str, Any]:
+        """A chunk with text."""
+
+    def closing(self, outcome: Outcome) -> dict[str, Any]:
+        """The chunk that says how it ended."""
+
+    def usage(self) -> dict[str, Any]:
+        """A chunk without choices, to which usage is added."""
+
+    def whole(self, text: str, outcome: Outcome) -> dict[str, Any]:
+        """The answer in one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt, and how long that took."""
+
+    token_ids: list[int]
+    tokenize_s: float
+
+
+def check_model(name: str | None, services: Services) -> None:
+    """Raises NotFoundError where a request names a model that is not served here."""
+    served = (services.model_name, *services.config.aliases)
+    if name is not None and name not in served:
+        raise NotFoundError(
+            f"the model {name!r} does not exist here; served: {', '.join(served)}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def answer(
+    request: web.Request, prompt: Prompt, body: GenerationFields, shape: Shape
+) -> web.StreamResponse:
+    """Generates and responds. Raises RequestError and GenerationError before the first byte only."""
+    services = request.app[SERVICES]
+    arrived_at = time.monotonic()
+    generate = generate_request(request[REQUEST_ID], prompt.token_ids, body, services)
+    job = _Job(services, prompt, generate, body, shape, arrived_at)
+    try:
+        if not services.engine.is_ready:
+            raise services.engine.not_ready()
+        async with services.admission.enter() as place:
+            services.engine.stage(generate.request_id, prompt.token_ids)
+            try:
+                if not body.stream:
+                    await place.granted
+                    return await job.whole()
+                headers = {REQUEST_ID_HEADER: generate.request_id}
+                interval_s = services.config.keepalive_interval_s
+                async with event_stream(request, headers, interval_s) as stream:
+                    await job.streamed(stream, place.granted)
+                return stream.response
+            finally:
+                services.engine.forget(generate.request_id)
+    except asyncio.CancelledError:
+        services.metrics.failed("client_closed")
+        _log.info("%s: the client left", generate.request_id)
+        raise
+    except (RequestError, GenerationError) as error:
+        services.metrics.failed(error.code or "error")
+        _log.info("%s: failed: %s", generate.request_id, error)
+        raise
+
+
+def generate_request(
+    request_id: str, prompt_token_ids: list[int], body: GenerationFields, services: Services
+) -> GenerateRequest:
+    """What the gpu_worker is asked, with defaults filled in. Raises as `check_prompt` does."""
+    config, tokenizer = services.config, services.loaded_text().tokenizer
+    check_prompt(prompt_token_ids, services)
+    room = services.engine.max_context - len(prompt_token_ids)
+    limits = [limit for limit in (body.token_limit, config.max_new) if limit]
+    seed = body.seed if body.seed is not None else config.seed
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        max_new_tokens=min([room, *limits]),
+        eos_token_ids=sorted(config.eos_ids or tokenizer.eos_token_ids),
+        sampling=Sampling(
+            temperature=body.temperature if body.temperature is not None else config.temperature,
+            top_k=body.top_k if body.top_k is not None else config.top_k,
+            top_p=body.top_p if body.top_p is not None else config.top_p,
+            min_p=body.min_p if body.min_p is not None else config.min_p,
+            seed=seed % _SEED_RANGE if seed is not None else secrets.randbelow(_SEED_RANGE),
+        ),
+    )
+
+
+def check_prompt(token_ids: list[int], services: Services) -> None:
+    """Raises InvalidRequestError or ContextLengthError where the model cannot read these ids."""
+    num_known = services.loaded_text().tokenizer.num_tokens
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
+    if max(token_ids) >= num_known:
+        raise InvalidRequestError(
+            f"the prompt has the token id {max(token_ids)}; the vocabulary has {num_known}", param="prompt"
+        )
+    if services.engine.max_context and len(token_ids) >= services.engine.max_context:
+        raise ContextLengthError(
+            f"the prompt has {len(token_ids)} tokens, the context has room for "
+            f"{services.engine.max_context} with at least one token of answer; shorten it, "
+            "or raise --max-context"
+        )
+
+
+def usage_of(num_prompt_tokens: int, outcome: Outcome) -> dict[str, Any]:
+    """The `usage` object: true counts, the end-of-text token included."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": outcome.num_output_tokens,
+        "total_tokens": num_prompt_tokens + outcome.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> dict[str, Any]:
+    """The `timings` object that llama-server's clients know, and the waits behind it."""
+    times = outcome.finished.timings
+    prompt_ms, predicted_ms = 1e3 * times.prefill_s, 1e3 * times.decode_s
+    num_predicted = outcome.num_output_tokens
+    return {
+        "cache_n": 0,
+        "prompt_n": num_prompt_tokens,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_token_ms": round(prompt_ms / num_prompt_tokens, 3),
+        "prompt_per_second": round(1e3 * num_prompt_tokens / prompt_ms, 3) if prompt_ms else 0.0,
+        "predicted_n": num_predicted,
+        "predicted_ms": round(predicted_ms, 3),
+        "predicted_per_token_ms": round(predicted_ms / num_predicted, 3) if num_predicted else 0.0,
+        "predicted_per_second": round(1e3 * num_predicted / predicted_ms, 3) if predicted_ms else 0.0,
+        "queue_ms": round(1e3 * times.queue_s, 3),
+        "tokenize_ms": round(1e3 * tokenize_s, 3),
+        "ngram_wait_ms": round(1e3 * times.ngram_wait_s, 3),
+        "expert_wait_ms": round(1e3 * times.expert_wait_s, 3),
+    }
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request on its way through the stack."""
+
+    services: Services
+    prompt: Prompt
+    generate: GenerateRequest
+    body: GenerationFields
+    shape: Shape
+    arrived_at: float
+
+    async def whole(self) -> web.Response:
+        """The answer in one JSON object."""
+        generation = self._generation()
+        async with aclosing(self._text(generation)) as text:
+            pieces = [piece async for piece in text]
+        payload = self.shape.whole("".join(pieces), generation.outcome)
+        return web.json_response(
+            payload | self._usage(generation.outcome) | self._timings(generation.outcome)
+        )
+
+    async def streamed(self, stream: EventStream, granted: asyncio.Future[None]) -> None:
+        """The answer as events. What fails from here on is an event too."""
+        try:
+            await self._stream_text(stream, granted)
+        except (RequestError, GenerationError) as error:
+            self.services.metrics.failed(error.code or "error")
+            _log.info("%s: failed: %s", self.generate.request_id, error)
+            await stream.send(error_event(error, self.generate.request_id))
+        await stream.done()
+
+    async def _stream_text(self, stream: EventStream, granted: asyncio.Future[None]) -> None:
+        # The official format has a null usage on every chunk but the last where usage was asked for.
+        filler: dict[str, Any] = {"usage": None} if self.body.wants_usage_chunk else {}
+        opening = self.shape.opening()
+        if opening is not None:
+            await stream.send(opening | filler)
+        await granted
+        generation = self._generation()
+        async with aclosing(self._text(generation)) as text:
+            async for piece in text:
+                await stream.send(self.shape.piece(piece) | filler)
+        outcome = generation.outcome
+        await stream.send(self.shape.closing(outcome) | filler | self._timings(outcome))
+        if self.body.wants_usage_chunk:
+            await stream.send(self.shape.usage() | self._usage(outcome))
+
+    def _generation(self) -> Generation:
+        tokenizer = self.services.loaded_text().tokenizer
+        return Generation(self.generate, tokenizer, self.body.stop_strings)
+
+    async def _text(self, generation: Generation) -> AsyncGenerator[str, None]:
+        """Runs the generation: the pieces of its text. Notes in metrics and log how it ended."""
+        engine = self.services.engine
+        await engine.wait_ready(_RECOVERY_TIMEOUT_S)
+        async with engine.open(self.generate) as answers, aclosing(generation.text(answers)) as text:
+            async for piece in text:
+                yield piece
+        self.services.metrics.finished(generation, self.arrived_at, self.prompt.tokenize_s)
+        outcome = generation.outcome
+        _log.info(
+            "%s: %d prompt tokens, %d generated, %s, %.3f s to the first token, %.3f s in all",
+            self.generate.request_id,
+            len(self.prompt.token_ids),
+            outcome.num_output_tokens,
+            outcome.finish_reason,
+            (generation.first_token_at or self.arrived_at) - self.arrived_at,
+            time.monotonic() - self.arrived_at,
+        )
+
+    def _usage(self, outcome: Outcome) -> dict[str, Any]:
+        return {"usage": usage_of(len(self.prompt.token_ids), outcome)}
+
+    def _timings(self, outcome: Outcome) -> dict[str, Any]:
+        return {"timings": timings_of(len(self.prompt.token_ids), outcome, self.prompt.tokenize_s)}

@@ -1,0 +1,108 @@
+"""POST /v1/chat/completions."""
+
+import asyncio
+import time
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.answering import Prompt, answer, check_model
+from gateway.api.schema import ChatMessage, ChatRequest, read_body, refuse_unsupported
+from gateway.chat_template import ChatTemplateError
+from gateway.generation import Outcome
+from gateway.services import REQUEST_ID, SERVICES, Services
+from shared.errors import InvalidRequestError
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """One answer to a conversation, whole or streamed."""
+    services = request.app[SERVICES]
+    body, plain = await read_body(request, ChatRequest, services)
+    check_model(body.model, services)
+    refuse_unsupported(body)
+    check_parts(body.messages)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    prompt = await encode_chat(services, plain["messages"], variables)
+    shape = ChatShape(f"chatcmpl-{request[REQUEST_ID]}", services.model_name, int(time.time()))
+    return await answer(request, prompt, body, shape)
+
+
+def check_parts(messages: list[ChatMessage]) -> None:
+    """Raises InvalidRequestError for a part of a message that is not text."""
+    for number, message in enumerate(messages):
+        for part_number, part in enumerate(message.content if isinstance(message.content, list) else []):
+            if part.type != "text" or part.text is None:
+                param = f"messages[{number}].content[{part_number}]"
+                hint = "vision is not supported" if "image" in part.type else "only text is supported"
+                raise InvalidRequestError(f"{param} is a part of type {part.type!r}; {hint}", param=param)
+
+
+async def encode_chat(
+    services: Services,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    add_generation_prompt: bool = True,
+) -> Prompt:
+    """Renders and tokenises a conversation off the event loop. Raises InvalidRequestError."""
+    template = services.loaded_text().chat_template
+    if template is None:
+        raise InvalidRequestError(
+            "the model file has no chat template (tokenizer.chat_template); use /v1/completions"
+        )
+    started = time.monotonic()
+    try:
+        prompt = await asyncio.to_thread(
+            template.encode_chat,
+            [_with_known_role(message) for message in messages],
+            template_kwargs=variables,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except ChatTemplateError as error:
+        raise InvalidRequestError(
+            f"the chat template refuses the messages: {error}", param="messages"
+        ) from None
+    return Prompt(prompt.token_ids, time.monotonic() - started)
+
+
+def _with_known_role(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates know the older name of the developer's role."""
+    return message | {"role": "system"} if message["role"] == "developer" else message
+
+
+class ChatShape:
+    """Chat completions, whole and in chunks."""
+
+    def __init__(self, answer_id: str, model_name: str, created: int) -> None:
+        self._common = {"id": answer_id, "created": created, "model": model_name}
+
+    def opening(self) -> dict[str, Any]:
+        """The chunk that names the role."""
+        return self._chunk({"role": "assistant", "content": ""}, None)
+
+    def piece(self, text: str) -> dict[str, Any]:
+        """A chunk with text."""
+        return self._chunk({"content": text}, None)
+
+    def closing(self, outcome: Outcome) -> dict[str, Any]:
+        """The chunk that says how it ended."""
+        return self._chunk({}, outcome.finish_reason)
+
+    def usage(self) -> dict[str, Any]:
+        """A chunk without choices."""
+        return self._common | {"object": "chat.completion.chunk", "choices": []}
+
+    def whole(self, text: str, outcome: Outcome) -> dict[str, Any]:
+        """The answer in one piece."""
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "logprobs": None,
+            "finish_reason": outcome.finish_reason,
+        }
+        return self._common | {"object": "chat.completion", "choices": [choice]}
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._common | {"object": "chat.completion.chunk", "choices": [choice]}

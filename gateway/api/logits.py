@@ -1,0 +1,73 @@
+"""POST /v1/logits: the logits of every position of a prompt, for `strata logits`. Off unless switched on.
+
+The gpu_worker appends them to a file in the run directory, since tensors do not travel in messages; the file
+is then sent and removed.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.answering import generate_request
+from gateway.api.schema import GenerationFields, LogitsRequest, read_body
+from gateway.services import REQUEST_ID, SERVICES
+from shared.messages import GenerateRequest, RequestFinished
+
+_PIECE_BYTES = 1 << 20
+
+
+async def logits(request: web.Request) -> web.StreamResponse:
+    """float32 rows [prompt tokens, vocabulary] as raw little-endian bytes; their number is in a header."""
+    services = request.app[SERVICES]
+    body, _ = await read_body(request, LogitsRequest, services)
+    generate = generate_request(request[REQUEST_ID], body.prompt_token_ids, GenerationFields(), services)
+    if not services.engine.is_ready:
+        raise services.engine.not_ready()
+    async with services.admission.enter() as place:
+        await place.granted
+        with _temporary_file(services.context.directory.path) as path:
+            await _compute(
+                msgspec.structs.replace(generate, max_new_tokens=0, logits_path=str(path)), request
+            )
+            return await _send(path, len(body.prompt_token_ids), request)
+
+
+async def _compute(generate: GenerateRequest, request: web.Request) -> None:
+    engine = request.app[SERVICES].engine
+    engine.stage(generate.request_id, generate.prompt_token_ids)
+    async with engine.open(generate) as answers:
+        while not isinstance(await answers.next(), RequestFinished):
+            continue
+
+
+async def _send(path: Path, num_rows: int, request: web.Request) -> web.StreamResponse:
+    num_bytes = os.stat(path).st_size
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(num_bytes),
+            "x-logits-shape": f"{num_rows},{num_bytes // 4 // num_rows}",
+        }
+    )
+    await response.prepare(request)
+    with path.open("rb") as file:
+        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+            await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+@contextmanager
+def _temporary_file(directory: Path) -> Iterator[Path]:
+    descriptor, name = tempfile.mkstemp(suffix=".logits", dir=directory)
+    os.close(descriptor)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)

@@ -1,0 +1,230 @@
+"""Request bodies: which fields there are, which types and ranges they have, and which are not supported yet.
+
+A body is checked in one go; the error names the field. Fields nobody knows are ignored, since clients send
+all kinds, but logged once and counted.
+"""
+
+import json
+import logging
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from gateway.services import Services
+from shared.errors import InvalidRequestError
+
+_log = logging.getLogger(__name__)
+
+_MAX_STOP_STRINGS = 64
+
+NonEmpty = Annotated[str, Meta(min_length=1)]
+TokenIds = list[Annotated[int, Meta(ge=0)]]
+
+
+class StreamOptions(Struct):
+    """`stream_options`: whether a last chunk brings the usage."""
+
+    include_usage: bool | None = None
+
+
+class GenerationFields(Struct, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: NonEmpty | Annotated[list[NonEmpty], Meta(max_length=_MAX_STOP_STRINGS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Accepted with the one value that means "not used"; see `refuse_unsupported`.
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # Accepted and of no effect on the answer.
+    user: str | None = None
+
+    unsupported_unless: ClassVar[dict[str, tuple[object, ...]]] = {
+        "n": (1,),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "repetition_penalty": (1,),
+        "logit_bias": ({},),
+    }
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """Whether a stream is to end with a chunk of usage."""
+        return bool(self.stream_options is not None and self.stream_options.include_usage)
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens the client wants, or None."""
+        return self.max_tokens
+
+
+class TextPart(Struct):
+    """One part of a message's content. Other types than text are refused by name."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Struct):
+    """One message; what else it holds is the chat template's business."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    unsupported_unless: ClassVar[dict[str, tuple[object, ...]]] = {
+        **GenerationFields.unsupported_unless,
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+    }
+
+    @property
+    def token_limit(self) -> int | None:
+        """The newer name wins where a client sends both."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/completions. The prompt is text or token ids; lists of prompts may hold one."""
+
+    prompt: str | list[Annotated[int, Meta(ge=0)] | str | TokenIds]
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+
+    unsupported_unless: ClassVar[dict[str, tuple[object, ...]]] = {
+        **GenerationFields.unsupported_unless,
+        "echo": (False,),
+        "suffix": ("",),
+        "best_of": (1,),
+        # Even 0 asks for the log-probability of the chosen token.
+        "logprobs": (),
+    }
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /tokenize: text under either of the names that servers use, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    parse_special: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class LogitsRequest(Struct, kw_only=True):
+    """POST /v1/logits."""
+
+    prompt_token_ids: Annotated[TokenIds, Meta(min_length=1)]
+
+
+Body = TypeVar("Body", bound=Struct)
+
+
+async def read_body(
+    request: web.Request, kind: type[Body], services: Services
+) -> tuple[Body, dict[str, Any]]:
+    """The body as `kind`, and as the plain JSON object it was. Raises InvalidRequestError."""
+    raw = await request.read()
+    if not raw:
+        raise InvalidRequestError("the body is empty; a JSON object is expected")
+    try:
+        plain = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(plain, dict):
+        raise InvalidRequestError(f"the body is a JSON {_json_type(plain)}; a JSON object is expected")
+    try:
+        body = msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".") or None
+        raise InvalidRequestError(f"{param or 'the body'}: {message}", param=param) from None
+    _note_unknown_fields(plain, kind, services)
+    return body, plain
+
+
+def refuse_unsupported(body: GenerationFields) -> None:
+    """Raises InvalidRequestError for a field whose effect this version does not have.
+
+    Ignoring it would give an answer that looks right and is not what was asked for.
+    """
+    for name, harmless in type(body).unsupported_unless.items():
+        value = getattr(body, name)
+        if value is not None and value not in harmless:
+            accepted = f"; accepted: {', '.join(json.dumps(entry) for entry in harmless)}" if harmless else ""
+            raise InvalidRequestError(
+                f"{name} is not supported by this version of Strata{accepted}, or leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _note_unknown_fields(plain: dict[str, Any], kind: type[Struct], services: Services) -> None:
+    unknown = plain.keys() - set(kind.__struct_fields__)
+    if not unknown:
+        return
+    services.metrics.ignored_fields(len(unknown))
+    for name in unknown - services.known_unknown_fields:
+        if len(services.known_unknown_fields) < 1000:
+            services.known_unknown_fields.add(name)
+            _log.info("requests have the field %.40r, which is ignored", name)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _json_type(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")

@@ -1,0 +1,110 @@
+"""GET /health, /livez, /readyz, /version and /metrics: how the stack is doing."""
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+from aiohttp import web
+
+from gateway.services import SERVICES, Services
+from shared.link import Peer
+from shared.messages import Heartbeat
+from shared.run_directory import Role
+
+
+async def health(request: web.Request) -> web.Response:
+    """Always answers, also while the model loads; `loaded` says whether requests are served.
+
+    `progress` is the slowest worker's start-up work, from 0 to 1, and what it is doing.
+    """
+    services = request.app[SERVICES]
+    return web.json_response(
+        {
+            "status": _status(services),
+            "loaded": services.is_loaded,
+            "model": services.model_name,
+            "max_context": services.engine.max_context or None,
+            "images": False,
+            "api_key": False,
+            "service": "strata",
+            "progress": _progress(services),
+            "running": services.admission.num_running,
+            "waiting": services.admission.num_waiting,
+            "processes": _processes(services),
+        }
+    )
+
+
+async def livez(request: web.Request) -> web.Response:
+    """200 as long as the gateway itself answers."""
+    return web.json_response({"status": "ok"})
+
+
+async def readyz(request: web.Request) -> web.Response:
+    """200 when requests are served, 503 otherwise: for probes that look at nothing but the status."""
+    services = request.app[SERVICES]
+    is_ready = services.is_loaded and not services.admission.is_draining
+    return web.json_response({"status": _status(services)}, status=200 if is_ready else 503)
+
+
+async def get_version(request: web.Request) -> web.Response:
+    """The version of Strata."""
+    return web.json_response({"version": version("strata-inference")})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus metrics of all processes."""
+    body, content_type = request.app[SERVICES].metrics.exposition()
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _status(services: Services) -> str:
+    if services.admission.is_draining:
+        return "draining"
+    if services.is_loaded:
+        return "ok"
+    return "loading" if services.engine.peers[Role.GPU_WORKER].num_losses == 0 else "recovering"
+
+
+def _progress(services: Services) -> dict[str, Any]:
+    if services.text is None:
+        return {"fraction": 0.0, "activity": "gateway: loading the tokenizer"}
+    slowest = {"fraction": 1.0, "activity": "serving"}
+    for role, peer in services.engine.peers.items():
+        if peer.heartbeat is None:
+            return {"fraction": 0.0, "activity": f"{role}: starting"}
+        if peer.heartbeat.progress < slowest["fraction"]:  # type: ignore[operator]
+            slowest = {
+                "fraction": round(peer.heartbeat.progress, 3),
+                "activity": f"{role}: {peer.heartbeat.activity}",
+            }
+    return slowest
+
+
+def _processes(services: Services) -> dict[str, Any]:
+    now = time.monotonic()
+    own = services.context.heartbeat()
+    described = {
+        "gateway": _describe(own, services.context.identity.pid, services.context.identity.incarnation)
+    }
+    for role, peer in services.engine.peers.items():
+        described[role] = _describe_peer(peer, now)
+    return described
+
+
+def _describe_peer(peer: Peer, now: float) -> dict[str, Any]:
+    if peer.heartbeat is None:
+        return {"state": "absent", "losses": peer.num_losses}
+    described = _describe(peer.heartbeat, peer.pid, peer.incarnation)
+    return described | {"heartbeat_age_s": round(peer.silence_s(now), 3), "losses": peer.num_losses}
+
+
+def _describe(heartbeat: Heartbeat, pid: int, incarnation: str) -> dict[str, Any]:
+    return {
+        "state": heartbeat.state,
+        "activity": heartbeat.activity,
+        "progress": round(heartbeat.progress, 3),
+        "pid": pid,
+        "incarnation": incarnation,
+        "resident_memory_bytes": int(heartbeat.gauges.get("resident_memory_bytes", 0)),
+    }

@@ -1,0 +1,217 @@
+"""The gateway's view of the workers: who is there, whether requests can run, and the requests that do.
+
+The workers connect to the gateway. Requests go to the gpu_worker, prompts to the stager, answers come back
+and are handed to the request they belong to. This module knows messages, not HTTP and not text.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from shared.config import GatewayConfig
+from shared.errors import GenerationError, ModelLoadingError, WorkerFailedError
+from shared.link import Identity, LinkServer, Peer, PeerState
+from shared.messages import (
+    AbortRequest,
+    ForgetPrompt,
+    FromConnecting,
+    GenerateRequest,
+    Heartbeat,
+    Init,
+    PrefillProgress,
+    RequestFailed,
+    RequestFinished,
+    StagePrompt,
+    TokenChunk,
+)
+from shared.process import ProcessState
+from shared.run_directory import WORKER_ROLES, Role, RunDirectory
+
+_log = logging.getLogger(__name__)
+
+# What a client is told about when a restarted stack may answer again.
+_RETRY_AFTER_S = 5
+
+Answer = TokenChunk | PrefillProgress | RequestFinished
+
+
+class EngineStream:
+    """The answers to one request. Leaving the context ends the request, whatever its state."""
+
+    def __init__(self, client: "EngineClient", request: GenerateRequest) -> None:
+        self._client = client
+        self._request = request
+        # Bounded by the answer's length: one entry per token at most.
+        self._answers: asyncio.Queue[Answer | GenerationError] = asyncio.Queue()
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        self._client.begin(self, self._request)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.end(self._request.request_id, is_over=self._is_over)
+
+    async def next(self) -> Answer:
+        """The next answer. Raises GenerationError where the request failed."""
+        answer = await self._answers.get()
+        if isinstance(answer, GenerationError):
+            self._is_over = True
+            raise answer
+        self._is_over = isinstance(answer, RequestFinished)
+        return answer
+
+    async def abort(self) -> RequestFinished:
+        """Ends the generation early and returns its last word, which has the true timings.
+
+        Raises GenerationError where it failed meanwhile.
+        """
+        self._client.abort(self._request.request_id)
+        while True:
+            answer = await self.next()
+            if isinstance(answer, RequestFinished):
+                return answer
+
+    def put(self, answer: Answer | GenerationError) -> None:
+        """Hands an answer to whoever reads the stream."""
+        self._answers.put_nowait(answer)
+
+
+class EngineClient:
+    """Links to the workers, and the running requests."""
+
+    def __init__(self, identity: Identity, directory: RunDirectory, config: GatewayConfig) -> None:
+        self._incarnation = identity.incarnation
+        self._server = LinkServer(identity, directory, WORKER_ROLES, self, config)
+        self._streams: dict[str, EngineStream] = {}
+        self._ready = asyncio.Event()
+        self.max_context = 0
+
+    @property
+    def peers(self) -> dict[Role, Peer]:
+        """The workers as they are known now."""
+        return self._server.peers
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can run now."""
+        return self._ready.is_set()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that were sent and are not over."""
+        return len(self._streams)
+
+    async def run(self) -> None:
+        """Serves the links until cancelled."""
+        await self._server.run()
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Waits for the workers, for example while one is restarted. Raises ModelLoadingError."""
+        # Not wait_for: before Python 3.12 it loses a cancellation that comes as the wait ends.
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            raise self.not_ready() from None
+
+    def not_ready(self) -> ModelLoadingError:
+        """The error for requests that come while the workers are not ready."""
+        worker = self.peers[Role.GPU_WORKER]
+        activity = worker.heartbeat.activity if worker.heartbeat is not None else "it is being started"
+        return ModelLoadingError(
+            f"the model is not ready: {activity}; try again in a few seconds", retry_after_s=_RETRY_AFTER_S
+        )
+
+    def stage(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
+        """Tells the stager of a prompt that will be computed soon."""
+        message = StagePrompt(request_id=request_id, prompt_token_ids=list(prompt_token_ids))
+        self._server.post(Role.STAGER, message)
+
+    def forget(self, request_id: str) -> None:
+        """Tells the stager that a prompt will not be computed any more."""
+        self._server.post(Role.STAGER, ForgetPrompt(request_id=request_id))
+
+    def open(self, request: GenerateRequest) -> EngineStream:
+        """A request, to be entered as a context."""
+        return EngineStream(self, request)
+
+    def begin(self, stream: EngineStream, request: GenerateRequest) -> None:
+        """Sends a request and routes its answers to the stream."""
+        self._streams[request.request_id] = stream
+        if not self._server.post(Role.GPU_WORKER, request):
+            stream.put(WorkerFailedError("the gpu_worker is gone; it is being restarted, try again soon"))
+
+    def abort(self, request_id: str) -> None:
+        """Asks for an early end."""
+        self._server.post(Role.GPU_WORKER, AbortRequest(request_id=request_id))
+
+    def end(self, request_id: str, *, is_over: bool) -> None:
+        """Stops routing answers; what still runs is aborted."""
+        self._streams.pop(request_id, None)
+        if not is_over:
+            self.abort(request_id)
+            self.forget(request_id)
+
+    def fail_all(self, failure: GenerationError) -> None:
+        """Ends every running request with an error."""
+        for stream in list(self._streams.values()):
+            stream.put(failure)
+
+    # What the link reports.
+
+    def greet(self, role: Role) -> Init:
+        """Workers get nothing but an answer from the gateway."""
+        return Init(incarnation=self._incarnation)
+
+    def peer_ready(self, peer: Peer) -> None:
+        """The worker has loaded."""
+        if peer.role is Role.GPU_WORKER:
+            self.max_context = int(peer.capabilities["max_context"])
+            self._judge()
+
+    def peer_lost(self, peer: Peer, reason: str) -> None:
+        """Requests cannot survive the gpu_worker; the loss of others it reports itself."""
+        self._judge()
+        if peer.role is not Role.GPU_WORKER:
+            return
+        failure = WorkerFailedError(
+            f"the gpu_worker is lost: {reason}; it is being restarted, try again soon"
+        )
+        for stream in list(self._streams.values()):
+            stream.put(failure)
+
+    def message(self, peer: Peer, message: FromConnecting) -> None:
+        """Heartbeats change readiness; answers go to their streams."""
+        match message:
+            case Heartbeat():
+                self._judge()
+            case TokenChunk() | PrefillProgress() | RequestFinished():
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream.put(message)
+            case RequestFailed(request_id=request_id, code=code, reason=reason):
+                stream = self._streams.get(request_id)
+                if stream is not None:
+                    stream.put(GenerationError(reason, code=code))
+            case _:
+                _log.error("%s sent a %s, which it may not", peer.role, type(message).__name__)
+
+    def _judge(self) -> None:
+        """The stack can compute when the gpu_worker says that it has all it needs."""
+        worker = self.peers[Role.GPU_WORKER]
+        is_ready = (
+            worker.state is PeerState.READY
+            and worker.heartbeat is not None
+            and worker.heartbeat.state == ProcessState.READY
+        )
+        if is_ready and not self._ready.is_set():
+            _log.info("the workers are ready")
+            self._ready.set()
+        elif not is_ready and self._ready.is_set():
+            _log.warning("the workers are not ready any more")
+            self._ready.clear()

@@ -1,0 +1,90 @@
+"""One answer: the tokens of a request become text, stop strings end it, and its figures are kept.
+
+The text pieces come in order and never split a character. After the last one, `outcome` has the rest.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from gateway.detokenizer import Detokenizer
+from gateway.engine_client import EngineStream
+from gateway.stop_strings import StopStrings
+from gateway.tokenizer import Tokenizer
+from shared.messages import GenerateRequest, PrefillProgress, RequestFinished, TokenChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an answer ended: `finish_reason` is "stop" or "length", `stop_string` what it stopped at."""
+
+    finish_reason: str
+    stop_string: str | None
+    num_output_tokens: int
+    finished: RequestFinished
+
+
+class Generation:
+    """Reads the answers to one request as text."""
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
+        self._request = request
+        self._num_known_tokens = tokenizer.num_tokens
+        self._detokenizer = Detokenizer(tokenizer)
+        self._matcher = StopStrings(stop_strings)
+        self._num_output_tokens = 0
+        self.first_token_at: float | None = None
+        # Times between consecutive tokens, for the metrics.
+        self.gaps_s: list[float] = []
+        self._last_token_at = 0.0
+        self._outcome: Outcome | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended; known once the text has been read to its end."""
+        assert self._outcome is not None
+        return self._outcome
+
+    async def text(self, answers: EngineStream) -> AsyncGenerator[str, None]:
+        """The pieces of the answer, none of them empty. Raises GenerationError."""
+        while self._outcome is None:
+            answer = await answers.next()
+            match answer:
+                case TokenChunk(token_ids=token_ids):
+                    self._note_time()
+                    self._num_output_tokens += len(token_ids)
+                    piece, matched = self._matcher.feed(self._detokenizer.feed(self._visible(token_ids)))
+                    if piece:
+                        yield piece
+                    if matched is not None:
+                        self._conclude(await answers.abort(), "stop", matched)
+                case RequestFinished(finish_reason=reason):
+                    piece, matched = self._matcher.feed(self._detokenizer.flush())
+                    if matched is None:
+                        rest, matched = self._matcher.flush()
+                        piece += rest
+                    if piece:
+                        yield piece
+                    self._conclude(answer, "stop" if matched is not None else reason, matched)
+                case PrefillProgress():
+                    continue
+
+    def _conclude(self, finished: RequestFinished, reason: str, stop_string: str | None) -> None:
+        self._outcome = Outcome(reason, stop_string, self._num_output_tokens, finished)
+
+    def _visible(self, token_ids: Sequence[int]) -> list[int]:
+        """Without the token that ended the answer, and without ids that the model has rows for but the
+        tokenizer has no text for."""
+        return [
+            token_id
+            for token_id in token_ids
+            if token_id not in self._request.eos_token_ids and token_id < self._num_known_tokens
+        ]
+
+    def _note_time(self) -> None:
+        now = time.monotonic()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        else:
+            self.gaps_s.append(now - self._last_token_at)
+        self._last_token_at = now

@@ -1,0 +1,164 @@
+"""What the gateway measures, as Prometheus families, with the bucket lists of all of them.
+
+Families that other servers have too take the stems of their names (vLLM's) with our own prefix. What the
+workers say of themselves in heartbeats is exported here too, so that one scrape sees all processes.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from gateway.admission import Admission
+from gateway.engine_client import EngineClient
+from gateway.generation import Generation
+from shared.messages import Heartbeat, RequestTimings
+from shared.process import ProcessState
+
+# Seconds. Long tails are kept: reading experts from a disk can be slow.
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_GAP_BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+_STAGES = ("queue", "tokenize", "prefill", "decode", "ngram_wait", "expert_wait")
+
+
+class Metrics:
+    """The registry and everything in it."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ["model_name", *labels], registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, ["model_name", *labels], buckets=buckets, registry=self.registry)
+
+        self._prompt_tokens = counter("strata_prompt_tokens", "Prompt tokens of finished requests")
+        self._generation_tokens = counter("strata_generation_tokens", "Generated tokens of finished requests")
+        self._finished = counter("strata_request_success", "Finished requests", "finished_reason")
+        self._failed = counter("strata_request_failure", "Requests that ended in an error", "code")
+        self._ignored_fields = counter(
+            "strata_request_ignored_fields", "Unknown body fields that were ignored"
+        )
+        self._ttft = histogram(
+            "strata_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            _TTFT_BUCKETS,
+        )
+        self._gap = histogram(
+            "strata_inter_token_latency_seconds", "Between two tokens of an answer", _GAP_BUCKETS
+        )
+        self._latency = histogram(
+            "strata_e2e_request_latency_seconds", "From the request's arrival to its end", _REQUEST_BUCKETS
+        )
+        self._stage = histogram(
+            "strata_stage_seconds", "Time of a request in one stage", _TTFT_BUCKETS, "stage"
+        )
+
+    def finished(self, generation: Generation, arrived_at: float, tokenize_s: float) -> None:
+        """A request ended well."""
+        outcome = generation.outcome
+        self._finished.labels(self._model, outcome.finish_reason).inc()
+        self._prompt_tokens.labels(self._model).inc(outcome.finished.num_prompt_tokens)
+        self._generation_tokens.labels(self._model).inc(outcome.num_output_tokens)
+        self._latency.labels(self._model).observe(time.monotonic() - arrived_at)
+        if generation.first_token_at is not None:
+            self._ttft.labels(self._model).observe(generation.first_token_at - arrived_at)
+        for gap_s in generation.gaps_s:
+            self._gap.labels(self._model).observe(gap_s)
+        for stage, seconds in _stage_times(outcome.finished.timings, tokenize_s).items():
+            self._stage.labels(self._model, stage).observe(seconds)
+
+    def failed(self, code: str) -> None:
+        """A request ended in an error, or its client left ("client_closed")."""
+        self._failed.labels(self._model, code).inc()
+
+    def ignored_fields(self, count: int) -> None:
+        """A body had fields that nothing reads."""
+        self._ignored_fields.labels(self._model).inc(count)
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The text that Prometheus scrapes, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+
+def _stage_times(timings: RequestTimings, tokenize_s: float) -> dict[str, float]:
+    seconds = (
+        timings.queue_s,
+        tokenize_s,
+        timings.prefill_s,
+        timings.decode_s,
+        timings.ngram_wait_s,
+        timings.expert_wait_s,
+    )
+    return dict(zip(_STAGES, seconds, strict=True))
+
+
+class StackCollector(Collector):
+    """What is read at the moment of the scrape: queues, and the state of every process."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        admission: Admission,
+        own_heartbeat: Callable[[], Heartbeat],
+        model_name: str,
+    ) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._own_heartbeat = own_heartbeat
+        self._model = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        """All gauges."""
+        for name, text, value in (
+            ("strata_num_requests_running", "Requests being computed", self._admission.num_running),
+            ("strata_num_requests_waiting", "Requests waiting for their turn", self._admission.num_waiting),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+        yield from self._processes()
+
+    def _processes(self) -> Iterable[Metric]:
+        state = GaugeMetricFamily(
+            "strata_process_state", "1 for the state a process is in", labels=["process", "state"]
+        )
+        age = GaugeMetricFamily(
+            "strata_heartbeat_age_seconds", "Since the last sign of life", labels=["process"]
+        )
+        losses = GaugeMetricFamily("strata_process_losses", "Times a worker was lost", labels=["process"])
+        gauges: dict[str, GaugeMetricFamily] = {}
+        now = time.monotonic()
+        heartbeats: dict[str, Heartbeat | None] = {"gateway": self._own_heartbeat()}
+        for role, peer in self._engine.peers.items():
+            heartbeats[role] = peer.heartbeat
+            losses.add_metric([role], peer.num_losses)
+            if peer.heartbeat is not None:
+                age.add_metric([role], peer.silence_s(now))
+        for process, heartbeat in heartbeats.items():
+            current = heartbeat.state if heartbeat is not None else "absent"
+            for candidate in (*ProcessState, "absent"):
+                state.add_metric([process, candidate], float(candidate == current))
+            for name, value in (heartbeat.gauges if heartbeat is not None else {}).items():
+                family = gauges.setdefault(
+                    name,
+                    GaugeMetricFamily(f"strata_process_{name}", f"{name} of a process", labels=["process"]),
+                )
+                family.add_metric([process], value)
+        yield from (state, age, losses, *gauges.values())
