@@ -13,7 +13,7 @@ from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
 from shared.task_pool import TaskPool
 from shared.tensor_catalog import check_tensors
-from shared.topology import cpu_set
+from shared.topology import cpu_set, use_one_blas_thread
 from shared.work_slots import ExpertHeader, expert_ring
 
 _log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class CpuWorker:
             lambda done, total, name: context.report(f"compiling kernels for {name}", done / total),
         )
         cpus = self._cpus()
+        use_one_blas_thread()
         pool = TaskPool(config.pool_workers or len(cpus), cpus)
         _log.info("computes experts on CPUs %s with %d threads", cpus, pool.num_threads)
         return RingWork(

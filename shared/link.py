@@ -13,6 +13,7 @@ a model, its heartbeats say how far it is.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ _LOOK_INTERVAL_S = 0.1
 _HELLO_INTERVAL_S = 1.0
 # Large enough for every message of every running request; a peer so far behind is as good as lost.
 _HIGH_WATER_MARK = 10_000
+# How the reason begins where a process said Farewell.
+_LEFT = "it left"
 # How long the last word of a process may take to leave it.
 _LINGER_MS = 1000
 
@@ -147,9 +150,21 @@ class LinkServer:
                 group.create_task(self._read(), name="link reader")
                 group.create_task(self._write(), name="link writer")
                 group.create_task(self._watch(), name="link watch")
+        except asyncio.CancelledError:
+            await self._say_farewell()
+            raise
         finally:
             self._socket.close(linger=_LINGER_MS)
             self._directory.remove_sockets(self._identity.role)
+
+    async def _say_farewell(self) -> None:
+        for peer in self.peers.values():
+            if peer.state is not PeerState.ABSENT:
+                name = _transport_identity(peer.role, peer.incarnation)
+                with contextlib.suppress(zmq.ZMQError):
+                    await self._socket.send_multipart(
+                        [name, encode(Farewell(reason="it stops"))], flags=zmq.NOBLOCK
+                    )
 
     def post(self, role: Role, message: Message) -> bool:
         """Queues a message for the living peer of that role; False where there is none."""
@@ -208,7 +223,7 @@ class LinkServer:
                     peer.state, peer.capabilities = PeerState.READY, capabilities
                     self._listener.peer_ready(peer)
             case Farewell(reason=reason):
-                self._lose(peer, f"it left: {reason}")
+                self._lose(peer, f"{_LEFT}: {reason}")
             case _:
                 if isinstance(message, Heartbeat):
                     peer.heartbeat = message
@@ -262,7 +277,8 @@ class LinkServer:
                     self._lose(peer, f"it has been silent for {peer.silence_s(now):.1f} s")
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        _log.warning("lost the %s: %s", peer.role, reason)
+        level = logging.INFO if reason.startswith(_LEFT) else logging.WARNING
+        _log.log(level, "lost the %s: %s", peer.role, reason)
         peer.state = PeerState.ABSENT
         peer.heartbeat = None
         peer.num_losses += 1
@@ -307,14 +323,15 @@ class LinkClient:
             while not self._directory.look_at(self._server).is_alive:  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_INTERVAL_S)
             reason = await self._session()
-            _log.warning("lost the %s: %s", self._server, reason)
+            is_orderly = reason.startswith(_LEFT)
+            _log.log(logging.INFO if is_orderly else logging.WARNING, "lost the %s: %s", self._server, reason)
 
     async def _session(self) -> str:
         """One connection to one incarnation of the server; returns why it ended."""
         socket = _socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, _transport_identity(self._identity.role, self._identity.incarnation))
         socket.connect(self._directory.address(self._server))
-        reason = "this process stops"
+        reason = "it stops"
         try:
             init = await self._shake_hands(socket)
             if init is None:
@@ -399,6 +416,8 @@ class LinkClient:
                     return reason
                 case Init():
                     continue  # The answer to a Hello that was repeated.
+                case Farewell(reason=reason):
+                    return f"{_LEFT}: {reason}"
                 case _:
                     self._listener.message(message)
 

@@ -8,6 +8,7 @@
         Ready           ------>                         after it has set itself up
         Heartbeat       ------>                         for as long as it lives
         Farewell        ------>                         as its last word, when it leaves by itself
+                        <------        Farewell         likewise
 
 Links: gpu_worker, cpu_worker and stager connect to the gateway; cpu_worker and stager connect to the
 gpu_worker. The transport identity carries role and incarnation, so that a message from a dead process is
@@ -78,7 +79,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class Farewell(Message, frozen=True):
-    """Connecting -> binding. The last word of a process that leaves by itself, and why."""
+    """Either way. The last word of a process that leaves by itself, and why."""
 
     reason: str
 
@@ -183,5 +184,5 @@ class ForgetPrompt(Message, frozen=True):
 FromConnecting = (
     Hello | Ready | Heartbeat | Farewell | TokenChunk | PrefillProgress | RequestFinished | RequestFailed
 )
-FromBinding = Init | Refusal | GenerateRequest | AbortRequest | StagePrompt | ForgetPrompt
+FromBinding = Init | Refusal | Farewell | GenerateRequest | AbortRequest | StagePrompt | ForgetPrompt
 AnyMessage = FromConnecting | FromBinding

@@ -10,6 +10,7 @@ supervisor is gone, so that killing the supervisor leaves no orphans.
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import platform
@@ -108,6 +109,8 @@ def _exit_code(
     arguments: Sequence[str] | None,
 ) -> int:
     incarnation = new_incarnation()
+    # On request, says on standard error where every thread is: for a process that seems stuck.
+    faulthandler.register(signal.SIGUSR1)
     try:
         config = _parse(config_class, f"python -m {role}", description, arguments)
         set_up_logging(config.log_level, role, incarnation)

@@ -7,6 +7,8 @@ nobody spins, since the core a spinner burns is the one its peer needs.
 
 import os
 
+from threadpoolctl import ThreadpoolController
+
 from shared.errors import ConfigError
 
 _MIN_CPUS_TO_DIVIDE = 4
@@ -39,6 +41,11 @@ def cpu_set(setting: str, *, flag: str, second_half: bool) -> list[int]:
         return usable[half:] if second_half else usable[:half]
     named = _parse(setting, flag)
     return [cpu for cpu in usable if cpu in named] or usable
+
+
+def use_one_blas_thread() -> None:
+    """Keeps numpy's matrix products on the thread that asks for them: our own threads divide the work."""
+    ThreadpoolController().select(internal_api="openblas").limit(limits=1)
 
 
 def _parse(text: str, flag: str) -> set[int]:

@@ -13,6 +13,7 @@ from shared import quants
 from shared.gguf.model import GGUFModel
 from shared.quants import BlockFormat
 from shared.task_pool import TaskPool
+from shared.topology import use_one_blas_thread
 
 # Multiply-adds that keep a thread busy for about a millisecond. Less is not worth waking another one for,
 # which takes 50 us at best and a time slice where the CPUs are busy.
@@ -29,6 +30,7 @@ class CpuDevice:
         self._model = model
         self._num_threads = num_threads
         self._pool = TaskPool(num_threads)
+        use_one_blas_thread()
 
     def linear(self, name: str) -> Linear:
         """The matrix of that name; nothing is copied or decoded."""

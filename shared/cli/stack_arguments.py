@@ -1,0 +1,56 @@
+"""Arguments of the commands that start a stack, and what becomes of them."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from shared.config import PROCESS_CONFIGS, CommonConfig, GatewayConfig, GpuWorkerConfig
+from shared.run_directory import Role
+from shared.settings import add_flags, resolve, settings_of
+
+# A stack that someone watches in a terminal says little by itself.
+_QUIET = "warning"
+
+
+def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, and every setting of every process."""
+    parser.add_argument("model_path", nargs="?", metavar="MODEL.gguf", help="same as --model")
+    add_flags(parser, settings_of(*PROCESS_CONFIGS.values()).values())
+
+
+def stack_configs(parsed: argparse.Namespace, **overrides: Any) -> dict[Role, CommonConfig]:
+    """The settings of each process. Raises ConfigError."""
+    flags = {name: value for name, value in vars(parsed).items() if name not in ("run", "model_path")}
+    if parsed.model_path is not None:
+        flags["model"] = parsed.model_path
+    if "log_level" not in flags and "STRATA_LOG_LEVEL" not in os.environ:
+        flags["log_level"] = _QUIET
+    flags |= overrides
+    known = settings_of(*PROCESS_CONFIGS.values())
+    configs = {
+        Role(name): resolve(kind, flags=flags, environment=os.environ, known=known)
+        for name, kind in PROCESS_CONFIGS.items()
+    }
+    return {role: _with_absolute_model(config) for role, config in configs.items()}
+
+
+def gateway_config(configs: dict[Role, CommonConfig]) -> GatewayConfig:
+    """The gateway's settings among them."""
+    config = configs[Role.GATEWAY]
+    assert isinstance(config, GatewayConfig)
+    return config
+
+
+def gpu_worker_config(configs: dict[Role, CommonConfig]) -> GpuWorkerConfig:
+    """The gpu_worker's settings among them."""
+    config = configs[Role.GPU_WORKER]
+    assert isinstance(config, GpuWorkerConfig)
+    return config
+
+
+def _with_absolute_model(config: CommonConfig) -> CommonConfig:
+    return type(config)(
+        **{name: getattr(config, name) for name in settings_of(type(config))}
+        | {"model": Path(config.model).expanduser().absolute()}
+    )
