@@ -318,13 +318,18 @@ class LinkClient:
 
     async def run(self) -> None:
         """Keeps the link up until cancelled. Raises StartError where the server refuses this process."""
+        left = ""
         while True:
-            # A lock in the file system has no event to wait for.
-            while not self._directory.look_at(self._server).is_alive:  # noqa: ASYNC110
+            sighting = self._directory.look_at(self._server)
+            # A server that said Farewell takes a moment to be gone; there is no point in greeting it again.
+            if not sighting.is_alive or sighting.incarnation == left:
                 await asyncio.sleep(_LOOK_INTERVAL_S)
+                continue
             reason = await self._session()
             is_orderly = reason.startswith(_LEFT)
-            _log.log(logging.INFO if is_orderly else logging.WARNING, "lost the %s: %s", self._server, reason)
+            left = sighting.incarnation if is_orderly else ""
+            level = logging.INFO if is_orderly else logging.WARNING
+            _log.log(level, "lost the %s: %s", self._server, reason)
 
     async def _session(self) -> str:
         """One connection to one incarnation of the server; returns why it ended."""
