@@ -130,7 +130,8 @@ def resolve(
     for name, item in settings_of(config_class).items():
         if name in flags:
             values[name] = _checked(item, flags[name], item.flag)
-        elif item.variable in environment:
+        elif environment.get(item.variable):
+            # An empty variable counts as unset: that is what `VARIABLE: ${VARIABLE:-}` in a compose file gives.
             values[name] = _checked(item, environment[item.variable], item.variable)
         elif name in file_values:
             values[name] = _checked(item, file_values[name], f"{file_path}: {name}")
