@@ -17,17 +17,20 @@ _MARKERS = re.compile(r"(<!-- settings -->\n).*?(<!-- end of settings -->)", re.
 
 def table() -> str:
     """The table in Markdown, in the order and the groups of `strata serve --help`."""
-    lines = ["| flag | variable | default | unit | meaning |", "|---|---|---|---|---|"]
-    for item in settings_of(*PROCESS_CONFIGS.values()).values():
-        lines.append(
-            f"| `{item.flag}` | `{item.variable}` | {_default(item)} | {item.spec.unit.lower()} | {item.spec.help} |"
-        )
-    return "\n".join(lines) + "\n"
+    rows = [_row(item) for item in settings_of(*PROCESS_CONFIGS.values()).values()]
+    return (
+        "\n".join(["| flag | variable | default | unit | meaning |", "|---|---|---|---|---|", *rows]) + "\n"
+    )
 
 
 def with_table(text: str) -> str:
     """The README's text with the table put between its markers."""
     return _MARKERS.sub(lambda match: match[1] + table() + match[2], text)
+
+
+def _row(item: Setting) -> str:
+    cells = (f"`{item.flag}`", f"`{item.variable}`", _default(item), item.spec.unit.lower(), item.spec.help)
+    return f"| {' | '.join(cells)} |"
 
 
 def _default(item: Setting) -> str:
