@@ -103,7 +103,7 @@ class ExpertLayer:
                 task()
         else:
             pool.run(tasks)
-        by_route = routed.reshape(num_tokens, num_routes, -1)
+        by_route = routed.reshape(num_tokens, num_routes, x.shape[1])
         np.multiply(by_route[:, 0], weights[:, :1], out=out)
         for rank in range(1, num_routes):
             out += by_route[:, rank] * weights[:, rank : rank + 1]

@@ -71,5 +71,5 @@ class CpuWorker:
             close=pool.close,
         )
 
-    def _cpus(self) -> list[int]:
+    def _cpus(self) -> tuple[int, ...]:
         return cpu_set(self._context.config.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)

@@ -10,10 +10,13 @@ So a segment whose lock is free belongs to nobody any more, and `sweep_segments`
 becomes of the memory of a process that was killed.
 """
 
+import contextlib
 import ctypes
+import errno
 import hashlib
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,21 +91,21 @@ class Segment:
         without complaint and kill its first writer with a bus error.
         """
         name = f"{SEGMENT_PREFIX}{purpose}-{owner_incarnation}"
-        descriptor = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            if not try_lock(descriptor):
-                raise ResourceError(f"{name}: a new shared-memory segment is already locked")
-            os.posix_fallocate(descriptor, 0, layout.num_bytes)
-            os.pwrite(descriptor, _HEADER.pack(_MAGIC, layout.digest, layout.num_bytes), 0)
-            _give_name(descriptor, name)
-            mapping = mmap.mmap(descriptor, layout.num_bytes)
+            descriptor = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                # Nobody else can have this file open; a refusal is a limit of the file system.
+                if not try_lock(descriptor):
+                    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+                os.posix_fallocate(descriptor, 0, layout.num_bytes)
+                os.pwrite(descriptor, _HEADER.pack(_MAGIC, layout.digest, layout.num_bytes), 0)
+                mapping = mmap.mmap(descriptor, layout.num_bytes)
+                _give_name(descriptor, name)
+            except OSError:
+                os.close(descriptor)
+                raise
         except OSError as error:
-            os.close(descriptor)
-            raise ResourceError(
-                f"{SHARED_MEMORY}: no room for {layout.num_bytes / 2**20:.0f} MiB of shared memory "
-                f"({error.strerror}); {free_shared_memory() / 2**20:.0f} MiB are free: enlarge it "
-                "(docker: shm_size), or lower --prefill"
-            ) from None
+            raise _not_made(name, layout.num_bytes, error) from None
         return cls(name, layout, mapping, descriptor)
 
     @classmethod
@@ -113,25 +116,16 @@ class Segment:
             raise ProtocolError(f"{described.name!r} is not the name of a segment")
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not _has_header(descriptor, layout):
+                    raise ProtocolError(
+                        f"{path}: the segment has another layout; are both sides the same version?"
+                    )
+                mapping = mmap.mmap(descriptor, layout.num_bytes)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise ProtocolError(f"{path}: the segment cannot be opened: {error.strerror}") from None
-        try:
-            size = os.fstat(descriptor).st_size
-            magic, digest, num_bytes = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
-            if (
-                magic != _MAGIC
-                or digest != layout.digest
-                or num_bytes != layout.num_bytes
-                or size < num_bytes
-            ):
-                raise ProtocolError(
-                    f"{path}: the segment has another layout; are both sides the same version?"
-                )
-            mapping = mmap.mmap(descriptor, layout.num_bytes)
-        except struct.error:
-            raise ProtocolError(f"{path}: the segment has no header") from None
-        finally:
-            os.close(descriptor)
         return cls(described.name, layout, mapping, None)
 
     @property
@@ -167,6 +161,21 @@ def _give_name(descriptor: int, name: str) -> None:
         os.close(directory)
 
 
+def _has_header(descriptor: int, layout: SegmentLayout) -> bool:
+    expected = _HEADER.pack(_MAGIC, layout.digest, layout.num_bytes)
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, _HEADER.size, 0) == expected and size >= layout.num_bytes
+
+
+def _not_made(name: str, num_bytes: int, error: OSError) -> ResourceError:
+    if error.errno != errno.ENOSPC:
+        return ResourceError(f"{SHARED_MEMORY / name}: shared memory cannot be made: {error.strerror}")
+    return ResourceError(
+        f"{SHARED_MEMORY}: no room for {num_bytes / 2**20:.0f} MiB of shared memory, "
+        f"{free_shared_memory() / 2**20:.0f} MiB are free; enlarge it (docker: shm_size), or lower --prefill"
+    )
+
+
 def free_shared_memory() -> int:
     """Bytes that new segments can take."""
     status = os.statvfs(SHARED_MEMORY)
@@ -177,10 +186,17 @@ def sweep_segments() -> list[str]:
     """Removes segments of this user whose owner is gone, and returns their names."""
     removed = []
     for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*"):
-        try:
-            if path.stat().st_uid == os.getuid() and not is_path_locked(path):
+        # What cannot be looked at is left alone, and so is what only has a name like ours.
+        with contextlib.suppress(OSError):
+            if _is_our_segment(path) and not is_path_locked(path):
                 path.unlink()
                 removed.append(path.name)
-        except FileNotFoundError:
-            continue
     return removed
+
+
+def _is_our_segment(path: Path) -> bool:
+    entry = path.lstat()
+    if not stat.S_ISREG(entry.st_mode) or entry.st_uid != os.getuid():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC

@@ -2,7 +2,8 @@
 
 The stable side binds a ROUTER and is a `LinkServer`; the side that may come and go connects a DEALER and is a
 `LinkClient`. Which messages go over the link is not decided here, only that they reach the living peer and no
-other: a peer's transport identity holds its incarnation.
+other: every connection has a transport identity of its own, made of role, incarnation and a running number,
+so that words from a dead process, or from a connection that was given up, are not taken for new ones.
 
 A peer is lost when its role's lock is free or in other hands (it died: noticed within `_LOOK_INTERVAL_S`),
 when no heartbeat came for `heartbeat_timeout_s` (it is stuck), or when it said Farewell. Both sides then
@@ -13,13 +14,13 @@ a model, its heartbeats say how far it is.
 """
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import zmq
 import zmq.asyncio
@@ -49,6 +50,7 @@ _HELLO_INTERVAL_S = 1.0
 _HIGH_WATER_MARK = 10_000
 # How the reason begins where a process said Farewell.
 _LEFT = "it left"
+_STOPS = "it stops"
 # How long the last word of a process may take to leave it.
 _LINGER_MS = 1000
 
@@ -73,10 +75,11 @@ class PeerState(StrEnum):
 
 @dataclass(slots=True)
 class Peer:
-    """One expected peer, as the binding side sees it now."""
+    """One expected peer, as the binding side sees it now. `address` is the identity of its connection."""
 
     role: Role
     state: PeerState = PeerState.ABSENT
+    address: bytes = b""
     incarnation: str = ""
     pid: int = 0
     capabilities: Mapping[str, int | float | str] = field(default_factory=dict)
@@ -122,6 +125,32 @@ class ClientListener(Protocol):
         """A message that is not part of the link itself."""
 
 
+class _Outbox:
+    """Encoded messages that wait to be sent over one socket."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[bytes, ...]] = asyncio.Queue(_HIGH_WATER_MARK)
+
+    def put(self, *frames: bytes) -> bool:
+        """Queues one message; False where too many wait already."""
+        try:
+            self._queue.put_nowait(frames)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    async def write(self, socket: zmq.asyncio.Socket) -> NoReturn:
+        """Sends what is put until cancelled."""
+        while True:
+            await _send(socket, await self._queue.get())
+
+    async def write_rest(self, socket: zmq.asyncio.Socket) -> None:
+        """Sends what is there, as far as the socket takes it at once, and lets it linger there."""
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        while not self._queue.empty():
+            await _send(socket, self._queue.get_nowait(), zmq.NOBLOCK)
+
+
 class LinkServer:
     """The binding side of a link, for several peers of different roles."""
 
@@ -138,80 +167,59 @@ class LinkServer:
         self._directory = directory
         self._listener = listener
         self._heartbeat_timeout_s = config.heartbeat_timeout_s
-        self._outbox: asyncio.Queue[tuple[bytes, Message]] = asyncio.Queue(_HIGH_WATER_MARK)
-        self._socket = _socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._outbox = _Outbox()
 
     async def run(self) -> None:
         """Serves the link until cancelled."""
-        self._socket.bind(self._directory.address(self._identity.role))
+        socket = _socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
+            socket.bind(self._directory.address(self._identity.role))
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(), name="link reader")
-                group.create_task(self._write(), name="link writer")
+                group.create_task(self._read(socket), name="link reader")
+                group.create_task(self._outbox.write(socket), name="link writer")
                 group.create_task(self._watch(), name="link watch")
         except asyncio.CancelledError:
-            await self._say_farewell()
+            for role in self.peers:
+                self.post(role, Farewell(reason=_STOPS))
+            await self._outbox.write_rest(socket)
             raise
         finally:
-            self._socket.close(linger=_LINGER_MS)
+            socket.close()
             self._directory.remove_sockets(self._identity.role)
-
-    async def _say_farewell(self) -> None:
-        for peer in self.peers.values():
-            if peer.state is not PeerState.ABSENT:
-                name = _transport_identity(peer.role, peer.incarnation)
-                with contextlib.suppress(zmq.ZMQError):
-                    await self._socket.send_multipart(
-                        [name, encode(Farewell(reason="it stops"))], flags=zmq.NOBLOCK
-                    )
 
     def post(self, role: Role, message: Message) -> bool:
         """Queues a message for the living peer of that role; False where there is none."""
         peer = self.peers[role]
-        if peer.state is PeerState.ABSENT:
-            return False
-        return self._post_to(_transport_identity(peer.role, peer.incarnation), message)
+        return peer.state is not PeerState.ABSENT and self._post_to(peer.address, message)
 
-    def _post_to(self, transport_identity: bytes, message: Message) -> bool:
-        try:
-            self._outbox.put_nowait((transport_identity, message))
-        except asyncio.QueueFull:
-            _log.error("%s does not take messages; one was dropped", transport_identity.decode())
-            return False
-        return True
+    def _post_to(self, address: bytes, message: Message) -> bool:
+        is_queued = self._outbox.put(address, encode(message))
+        if not is_queued:
+            _log.error("%s does not take messages; one was dropped", _readable(address))
+        return is_queued
 
-    async def _write(self) -> None:
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            transport_identity, message = await self._outbox.get()
+            address, *payload = await socket.recv_multipart()
             try:
-                await self._socket.send_multipart([transport_identity, encode(message)])
-            except zmq.ZMQError as error:
-                # Its connection is gone; the watch notices why.
-                _log.debug("a message to %s was not delivered: %s", transport_identity.decode(), error)
-
-    async def _read(self) -> None:
-        while True:
-            transport_identity, payload = await self._socket.recv_multipart()
-            name = transport_identity.decode("utf-8", "replace")
-            try:
-                message = decode_from_connecting(payload, name)
+                message = decode_from_connecting(b"".join(payload), _readable(address))
             except ProtocolError as error:
                 _log.error("%s", error)
                 continue
             if isinstance(message, Hello):
-                self._greet(transport_identity, message)
+                self._greet(address, message)
                 continue
-            peer = self._peer_of(name)
+            peer = self._peer_at(address)
             if peer is None:
                 refusal = Refusal(reason="you were given up for dead; begin anew", is_final=False)
-                self._post_to(transport_identity, refusal)
+                self._post_to(address, refusal)
                 continue
             self._hear(peer, message)
 
-    def _peer_of(self, name: str) -> Peer | None:
+    def _peer_at(self, address: bytes) -> Peer | None:
         for peer in self.peers.values():
-            if peer.state is not PeerState.ABSENT and name == f"{peer.role}.{peer.incarnation}":
+            if peer.state is not PeerState.ABSENT and peer.address == address:
                 return peer
         return None
 
@@ -229,22 +237,23 @@ class LinkServer:
                     peer.heartbeat = message
                 self._listener.message(peer, message)
 
-    def _greet(self, transport_identity: bytes, hello: Hello) -> None:
+    def _greet(self, address: bytes, hello: Hello) -> None:
         refusal = self._objection(hello)
         if refusal is not None:
-            _log.error("refused %s: %s", transport_identity.decode(), refusal.reason)
-            self._post_to(transport_identity, refusal)
+            _log.error("refused %s: %s", _readable(address), refusal.reason)
+            self._post_to(address, refusal)
             return
         peer = self.peers[Role(hello.role)]
-        if peer.state is not PeerState.ABSENT and peer.incarnation != hello.incarnation:
-            self._lose(peer, "it was replaced")
+        if peer.state is not PeerState.ABSENT and peer.address != address:
+            is_same = peer.incarnation == hello.incarnation
+            self._lose(peer, "it began anew" if is_same else "it was replaced")
         if peer.state is PeerState.ABSENT:
-            peer.incarnation, peer.pid = hello.incarnation, hello.pid
+            peer.incarnation, peer.pid, peer.address = hello.incarnation, hello.pid, address
             peer.heartbeat, peer.init = None, self._listener.greet(peer.role)
-        peer.state = PeerState.GREETED
+            peer.state = PeerState.GREETED
         peer.last_heard = time.monotonic()
         assert peer.init is not None
-        self._post_to(transport_identity, peer.init)
+        self._post_to(address, peer.init)
 
     def _objection(self, hello: Hello) -> Refusal | None:
         own = self._identity
@@ -264,10 +273,14 @@ class LinkServer:
         return Refusal(reason=reason, is_final=True)
 
     async def _watch(self) -> None:
+        now = time.monotonic()
         while True:
+            due = now + _LOOK_INTERVAL_S
             await asyncio.sleep(_LOOK_INTERVAL_S)
             now = time.monotonic()
             for peer in self.peers.values():
+                # Where this process was held up itself, it did not hear anyone meanwhile.
+                peer.last_heard = min(now, peer.last_heard + max(0.0, now - due))
                 if peer.state is PeerState.ABSENT:
                     continue
                 sighting = self._directory.look_at(peer.role)
@@ -301,15 +314,12 @@ class LinkClient:
         self._server = server
         self._listener = listener
         self._config = config
-        self._outbox: asyncio.Queue[Message] | None = None
+        self._numbers = itertools.count(1)
+        self._outbox: _Outbox | None = None
 
     def post(self, message: Message) -> None:
         """Queues a message for the server; dropped where there is none, whose requests ended with it."""
-        if self._outbox is None:
-            return
-        try:
-            self._outbox.put_nowait(message)
-        except asyncio.QueueFull:
+        if self._outbox is not None and not self._outbox.put(encode(message)):
             _log.error("the %s does not take messages; one was dropped", self._server)
 
     def beat(self) -> None:
@@ -330,29 +340,36 @@ class LinkClient:
             left = sighting.incarnation if is_orderly else ""
             level = logging.INFO if is_orderly else logging.WARNING
             _log.log(level, "lost the %s: %s", self._server, reason)
+            # Whatever ended the session may end the next one as quickly.
+            await asyncio.sleep(_LOOK_INTERVAL_S)
 
     async def _session(self) -> str:
         """One connection to one incarnation of the server; returns why it ended."""
         socket = _socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, _transport_identity(self._identity.role, self._identity.incarnation))
-        socket.connect(self._directory.address(self._server))
-        reason = "it stops"
+        name = f"{self._identity.role}.{self._identity.incarnation}.{next(self._numbers)}"
+        socket.setsockopt(zmq.IDENTITY, name.encode())
         try:
+            socket.connect(self._directory.address(self._server))
             init = await self._shake_hands(socket)
-            if init is None:
-                return "no answer to Hello"
-            outbox: asyncio.Queue[Message] = asyncio.Queue(_HIGH_WATER_MARK)
-            self._outbox = outbox
-            try:
-                reason = await self._serve(socket, init, outbox)
-            except asyncio.CancelledError:
-                await socket.send(encode(Farewell(reason=reason)), flags=zmq.NOBLOCK)
-                raise
-            finally:
-                self._outbox = None
-                await self._listener.detach(reason)
+            return await self._attached(socket, init) if init is not None else "no answer to Hello"
+        except ProtocolError as error:
+            return str(error)
         finally:
-            socket.close(linger=_LINGER_MS)
+            # Does not linger: what a lost server has not taken is not for its successor.
+            socket.close()
+
+    async def _attached(self, socket: zmq.asyncio.Socket, init: Init) -> str:
+        reason = _STOPS
+        self._outbox = outbox = _Outbox()
+        try:
+            reason = await self._serve(socket, init, outbox)
+        except asyncio.CancelledError:
+            self.post(Farewell(reason=reason))
+            await outbox.write_rest(socket)
+            raise
+        finally:
+            self._outbox = None
+            await self._listener.detach(reason)
         return reason
 
     async def _shake_hands(self, socket: zmq.asyncio.Socket) -> Init | None:
@@ -378,11 +395,11 @@ class LinkClient:
                 return message
         return None
 
-    async def _serve(self, socket: zmq.asyncio.Socket, init: Init, outbox: asyncio.Queue[Message]) -> str:
+    async def _serve(self, socket: zmq.asyncio.Socket, init: Init, outbox: _Outbox) -> str:
         """Reads, writes, beats and watches until one of them finds that the session is over."""
         loops = {
             "reader": self._read(socket),
-            "writer": self._write(socket, outbox),
+            "writer": outbox.write(socket),
             "heartbeat": self._beat(),
             "watch": self._watch(init.incarnation),
         }
@@ -426,10 +443,6 @@ class LinkClient:
                 case _:
                     self._listener.message(message)
 
-    async def _write(self, socket: zmq.asyncio.Socket, outbox: asyncio.Queue[Message]) -> str:
-        while True:
-            await socket.send(encode(await outbox.get()))
-
     async def _beat(self) -> str:
         while True:
             self.post(self._listener.heartbeat())
@@ -445,8 +458,22 @@ class LinkClient:
                 return "it was replaced"
 
 
-def _transport_identity(role: Role, incarnation: str) -> bytes:
-    return f"{role}.{incarnation}".encode()
+def close_links() -> None:
+    """Waits until the last words of this process have left it, for a second at most. All links must have
+    ended."""
+    zmq.asyncio.Context.instance().term()
+
+
+async def _send(socket: zmq.asyncio.Socket, frames: Sequence[bytes], flags: int = 0) -> None:
+    try:
+        await socket.send_multipart(frames, flags)
+    except zmq.ZMQError as error:
+        # The connection is gone; the watch notices why.
+        _log.debug("a message was not delivered: %s", error)
+
+
+def _readable(address: bytes) -> str:
+    return address.decode("utf-8", "replace")
 
 
 def _socket(kind: int) -> zmq.asyncio.Socket:

@@ -5,9 +5,12 @@ share a directory, where pids mean nothing. Open-file-description locks are used
 without being taken (F_OFD_GETLK), so that looking at a lock never disturbs its owner.
 """
 
+import contextlib
+import errno
 import fcntl
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 # struct flock on 64-bit Linux: type, whence, start, length, pid.
@@ -37,12 +40,27 @@ def is_locked(descriptor: int) -> bool:
 
 
 def is_path_locked(path: Path) -> bool:
-    """Whether the file exists and somebody holds its lock."""
+    """Whether the file exists and somebody holds its lock. Raises OSError where it cannot be looked at."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
     try:
         return is_locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def directory_held(path: Path) -> Iterator[None]:
+    """Keeps everyone else who asks for it out of a directory, for as long as it takes to create or remove
+    files there; waits for its turn. Raises FileNotFoundError where the directory is gone by then."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Whoever held it before may have removed it, and another one may stand in its place.
+        if not os.path.samestat(os.fstat(descriptor), path.stat()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        yield
     finally:
         os.close(descriptor)

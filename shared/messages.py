@@ -11,8 +11,8 @@
                         <------        Farewell         likewise
 
 Links: gpu_worker, cpu_worker and stager connect to the gateway; cpu_worker and stager connect to the
-gpu_worker. The transport identity carries role and incarnation, so that a message from a dead process is
-never taken for one of its successor.
+gpu_worker. The transport identity is one of the connection, so that a message from a dead process is never
+taken for one of its successor.
 
 Tensors never travel in a message, only the descriptor of the segment they lie in.
 """

@@ -121,8 +121,9 @@ class _Reader:
             raise self._refused("nextn_predict_layers", num_prediction_layers, "at most 1 prediction block")
         num_blocks = self.integer("block_count", smallest=1 + num_prediction_layers)
         num_layers = num_blocks - num_prediction_layers
-        is_recurrent = self._recurrent_layers(num_blocks)[:num_layers]
+        # First, since the length of an array in the file shows that the number of blocks is no nonsense.
         compress_ratios = self.integers("attention.compress_ratios", length=num_blocks)[:num_layers]
+        is_recurrent = self._recurrent_layers(num_blocks)[:num_layers]
         head_dim = self.integer("attention.key_length")
         if self.integer("attention.value_length", default=head_dim) != head_dim:
             raise self._refused(
@@ -139,12 +140,12 @@ class _Reader:
             hidden=hidden,
             num_streams=self.integer("hyper_connection.count"),
             stream_rank=self.integer("hyper_connection.low_rank"),
-            rms_epsilon=self.number("attention.layer_norm_rms_epsilon"),
+            rms_epsilon=self.positive("attention.layer_norm_rms_epsilon"),
             num_query_heads=self.integer("attention.head_count"),
             num_kv_heads=self.integer("attention.head_count_kv"),
             head_dim=head_dim,
             rope_dim=self.integer("rope.dimension_count"),
-            rope_base=self.number("rope.freq_base"),
+            rope_base=self.positive("rope.freq_base"),
             indexer=IndexerConfig(
                 num_heads=self.integer("attention.indexer.head_count"),
                 head_dim=self.integer("attention.indexer.key_length"),
@@ -183,6 +184,12 @@ class _Reader:
             raise self._refused(key, value, "a number")
         return float(value)
 
+    def positive(self, key: str) -> float:
+        value = self.number(key)
+        if value <= 0:
+            raise self._refused(key, value, "a number above 0")
+        return value
+
     def integers(self, key: str, *, length: int | None = None) -> tuple[int, ...]:
         """An integer array of any width; the values stay exact, since hash multipliers exceed 2^53."""
         value = self._get(key)
@@ -210,7 +217,7 @@ class _Reader:
 
     def _check_architecture(self) -> None:
         architecture = self._metadata.get("general.architecture")
-        if architecture != ARCHITECTURE:
+        if not isinstance(architecture, str) or architecture != ARCHITECTURE:
             raise UnsupportedModelError(
                 f"{self._model.path}: general.architecture is {architecture!r}; "
                 f"this version runs {ARCHITECTURE!r} only"
@@ -229,7 +236,7 @@ class _Reader:
 
     def _check_rope(self) -> None:
         kind = self._metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
-        if kind != "none":
+        if not isinstance(kind, str) or kind != "none":
             raise self._refused("rope.scaling.type", kind, "'none' (no scaling of positions)")
 
     def _check_router(self) -> None:
@@ -331,5 +338,7 @@ class _Reader:
             )
         if min(ngram.head_vocab_sizes) < 1:
             raise self._refused("ple.head_vocab_sizes", list(ngram.head_vocab_sizes), "sizes of at least 1")
+        if min(ngram.head_offsets) < 0:
+            raise self._refused("ple.head_offsets", list(ngram.head_offsets), "offsets of at least 0")
         if ngram.eos_token_id >= config.vocab_size:
             raise self._refused("ple.eos_token_id", ngram.eos_token_id, f"ids below {config.vocab_size}")

@@ -1,18 +1,35 @@
 """Everything about a stack that can be known to fail before a process is started: checked within a second."""
 
+import re
 import socket
+from collections.abc import Mapping
 
 from shared.arena import SHARED_MEMORY, free_shared_memory
-from shared.config import GatewayConfig, GpuWorkerConfig
-from shared.errors import ResourceError
+from shared.config import CommonConfig, CpuWorkerConfig, GatewayConfig, GpuWorkerConfig, StagerConfig
+from shared.errors import ConfigError, ResourceError
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
+from shared.run_directory import Role
 from shared.tensor_catalog import check_tensors
+from shared.topology import cpu_set
 from shared.work_slots import shared_memory_needed
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
-def check_stack(gateway: GatewayConfig, gpu_worker: GpuWorkerConfig) -> None:
-    """Raises StartError naming what is missing or wrong: the file, the port, shared memory."""
+
+def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
+    """Raises StartError naming what is missing or wrong: the file, the port, shared memory, a device or CPU
+    that cannot be. Whether there is such a device only the gpu_worker can find out."""
+    gateway, gpu_worker = configs[Role.GATEWAY], configs[Role.GPU_WORKER]
+    cpu_worker, stager = configs[Role.CPU_WORKER], configs[Role.STAGER]
+    assert isinstance(gateway, GatewayConfig)
+    assert isinstance(gpu_worker, GpuWorkerConfig)
+    assert isinstance(cpu_worker, CpuWorkerConfig)
+    assert isinstance(stager, StagerConfig)
+    if not _DEVICE.fullmatch(gpu_worker.device):
+        raise ConfigError(f"--device is {gpu_worker.device!r}; it can be auto, cpu, cuda or cuda:N")
+    cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
+    cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
     with GGUFModel(gateway.model) as model:
         config = read_model_config(model)
         check_tensors(model, config)
@@ -34,8 +51,8 @@ def check_port(host: str, port: int) -> None:
             # As the server will: a port that is only being wound down is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one of a host
         raise ResourceError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; "
+            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}; "
             "stop what uses the port, or choose another --port or --host"
         ) from None

@@ -3,8 +3,9 @@
 States: STARTING -> READY -> DRAINING -> STOPPED, with WAITING in between while a peer it needs is away.
 
 SIGTERM drains: the process finishes what others rely on and leaves by itself, at the latest after
-`drain_timeout_s`. A second SIGTERM ends it at once. A process that `serve` started also leaves when its
-supervisor is gone, so that killing the supervisor leaves no orphans.
+`drain_timeout_s`. A process that still loads has nothing to finish and leaves at once; so does one that gets
+a second SIGTERM. A process that `serve` started also leaves when its supervisor is gone, so that killing the
+supervisor leaves no orphans.
 """
 
 import argparse
@@ -17,11 +18,12 @@ import platform
 import resource
 import signal
 import sys
-import time
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, NoReturn, TypeVar
 
 import psutil
 import uvloop
@@ -29,7 +31,7 @@ import uvloop
 from shared.config import PROCESS_CONFIGS, CommonConfig
 from shared.errors import ConfigError, StartError
 from shared.gguf.model import GGUFModel
-from shared.link import Identity
+from shared.link import Identity, close_links
 from shared.logs import set_up_logging
 from shared.messages import Heartbeat
 from shared.run_directory import Role, RoleLock, RunDirectory, new_incarnation
@@ -42,8 +44,10 @@ SUPERVISED_VARIABLE = "STRATA_SUPERVISED"
 OTHER_VARIABLES = (SUPERVISED_VARIABLE, "STRATA_CACHE_DIR")
 
 _ORPHAN_CHECK_INTERVAL_S = 0.25
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 AnyConfig = TypeVar("AnyConfig", bound=CommonConfig)
+Result = TypeVar("Result")
 
 
 class ProcessState(StrEnum):
@@ -93,12 +97,17 @@ def run_process(
     description: str,
     main: Callable[[ProcessContext[AnyConfig]], Awaitable[None]],
     arguments: Sequence[str] | None = None,
-) -> None:
+) -> NoReturn:
     """Parses settings, takes the role, runs `main` in an event loop, and exits with its code.
 
     `main` returns when the process has drained; cancelling it must release everything it holds.
     """
-    sys.exit(_exit_code(role, config_class, description, main, arguments))
+    code = _exit_code(role, config_class, description, main, arguments)
+    # Everything is released. What is left is taking down an interpreter with torch or LLVM in it, which takes
+    # a second, and which a thread that still loads (see `load_in_thread`) would not survive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _exit_code(
@@ -114,9 +123,12 @@ def _exit_code(
     try:
         config = _parse(config_class, f"python -m {role}", description, arguments)
         set_up_logging(config.log_level, role, incarnation)
-        _warn_of_unknown_variables()
+        if SUPERVISED_VARIABLE not in os.environ:
+            warn_of_unknown_variables()
         check_platform()
         model = GGUFModel(config.model)
+        # From here on there is something to clean up: a signal waits until the loop has its handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         directory = RunDirectory(config.run_dir)
         lock = RoleLock(directory, role, incarnation)
     except StartError as error:
@@ -129,6 +141,7 @@ def _exit_code(
     except Exception as error:
         return _report_failure(error)
     finally:
+        close_links()
         directory.remove_sockets(role)
         lock.release()
         if SUPERVISED_VARIABLE not in os.environ or not directory.look_at(Role.SUPERVISOR).is_alive:
@@ -162,17 +175,18 @@ async def _supervise_main(
         if context.drain.is_set():
             _log.warning("asked to stop a second time: stopping at once")
             work.cancel()
+        elif context.state is ProcessState.STARTING:
+            _log.info("asked to stop before it was ready: stopping at once")
+            context.drain.set()
+            work.cancel()
         else:
             _log.info("asked to stop: draining for at most %g s", config.drain_timeout_s)
             context.drain.set()
             loop.call_later(config.drain_timeout_s, work.cancel)
 
-    loop.add_signal_handler(signal.SIGTERM, on_signal)
-    if SUPERVISED_VARIABLE in os.environ:
-        # Ctrl-C reaches the whole process group; the supervisor decides what it means.
-        loop.add_signal_handler(signal.SIGINT, lambda: None)
-    else:
-        loop.add_signal_handler(signal.SIGINT, on_signal)
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     orphan_watch = asyncio.ensure_future(_leave_with_supervisor(directory, work))
     try:
         with contextlib.suppress(asyncio.CancelledError):
@@ -201,7 +215,8 @@ def _parse(
     return resolve(config_class, flags=flags, environment=os.environ, known=known)
 
 
-def _warn_of_unknown_variables() -> None:
+def warn_of_unknown_variables() -> None:
+    """Logs each variable that looks like a setting and is none."""
     known = [item.variable for item in settings_of(*PROCESS_CONFIGS.values()).values()]
     for name in unknown_variables(os.environ, [*known, *OTHER_VARIABLES]):
         _log.warning("the variable %s is set, but nothing reads it; is it misspelt?", name)
@@ -213,11 +228,28 @@ def check_platform() -> None:
         raise ConfigError(f"Strata runs on Linux on x86-64; this is {sys.platform} on {platform.machine()}")
 
 
-async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.05) -> bool:
-    """Waits for something that has no event, such as a lock of another process; False on time-out."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(interval_s)
-    return True
+async def load_in_thread(load: Callable[[], Result]) -> Result:
+    """Runs long start-up work in a thread of its own.
+
+    Not in the loop's executor, whose threads are waited for at the end: loading a model takes minutes, and a
+    process that is asked to stop meanwhile shall leave at once. `run_process` ends the thread with it.
+    """
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[Result] = loop.create_future()
+
+    def settle(set_outcome: Callable[[], None]) -> None:
+        if not loaded.done():
+            set_outcome()
+
+    def run() -> None:
+        try:
+            result = load()
+        except BaseException as error:  # handed to whoever awaits
+            outcome = partial(loaded.set_exception, error)
+        else:
+            outcome = partial(loaded.set_result, result)
+        with contextlib.suppress(RuntimeError):  # The loop may be closed: nobody waits any more.
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return await loaded

@@ -151,13 +151,10 @@ class RingClient(_RingSide):
         return slot
 
     def _wait_for(self, ticket: int, timeout_s: float, peer: str) -> None:
-        def is_done() -> bool:
-            return self._completed.value > ticket
-
-        if self._spin(is_done):
+        if self._spin(lambda: self._completed.value > ticket):
             return
         deadline = time.monotonic() + timeout_s
-        while not is_done():
+        while (completed := self._completed.value) <= ticket:
             if self._failure is not None:
                 raise self._failure
             if time.monotonic() > deadline:
@@ -165,7 +162,8 @@ class RingClient(_RingSide):
                     f"the {peer} has not answered for {timeout_s:g} s; "
                     "raise --watchdog-s if the machine is that slow"
                 )
-            self._completed.sleep_while(self._completed.value)
+            # The value just looked at: an answer that came since then would otherwise be slept through.
+            self._completed.sleep_while(completed)
 
     def fail(self, failure: GenerationError) -> None:
         """Makes every wait, the running one too, end with `failure`. Called from any thread."""
@@ -202,7 +200,8 @@ class RingServer(_RingSide):
             try:
                 work(slot)
             except Exception as error:
-                failure = f"{type(error).__name__}: {error}".encode()[: _ERROR_BYTES - 1]
+                # "replace", because file names in errors need not be valid text.
+                failure = f"{type(error).__name__}: {error}".encode(errors="replace")[: _ERROR_BYTES - 1]
             slot["error"][: len(failure)] = np.frombuffer(failure, np.uint8)
             slot["error"][len(failure) :] = 0
             self._completed.publish(number + 1)

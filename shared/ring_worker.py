@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shared.link import LinkClient
 from shared.messages import FromBinding, Heartbeat, Init
-from shared.process import AnyConfig, ProcessContext, ProcessState
+from shared.process import AnyConfig, ProcessContext, ProcessState, load_in_thread
 from shared.ring import Arrays, RingServer, RingShape
 from shared.run_directory import Role
 from shared.topology import spin_time_s
@@ -122,7 +122,7 @@ async def run_ring_worker(
     links = _Links(context)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(links.to(Role.GATEWAY, gateway_listener).run(), name="gateway link")]
-        work = await asyncio.to_thread(load)
+        work = await load_in_thread(load)
         try:
             gateway_listener.loaded()
             context.state = ProcessState.WAITING

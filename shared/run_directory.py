@@ -12,22 +12,24 @@ returns. `serve` makes a fresh directory and removes it; processes started alone
 or the one that compose mounts.
 """
 
+import contextlib
+import errno
 import os
 import secrets
-import shutil
 import stat
 import tempfile
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from shared.errors import ResourceError
-from shared.locks import is_path_locked, try_lock
+from shared.locks import directory_held, is_path_locked, try_lock
 
 # A Unix socket's path may have 107 bytes.
 _MAX_DIRECTORY_BYTES = 80
-_SWEEP_AGE_S = 10.0
+# Locks, sockets, the gateway's address, and logits that are on their way.
+_OUR_SUFFIXES = (".lock", ".sock", ".url", ".logits")
+_MAX_ATTEMPTS = 100
 
 
 class Role(StrEnum):
@@ -78,16 +80,11 @@ class RunDirectory:
                 f"{self.path}: the run directory's path has {len(os.fsencode(self.path))} bytes, "
                 f"the limit for sockets is {_MAX_DIRECTORY_BYTES}; choose a shorter --run-dir"
             )
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            owner = self.path.stat()
-        except OSError as error:
-            raise ResourceError(f"{self.path}: the run directory cannot be made: {error.strerror}") from None
-        if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
-            raise ResourceError(
-                f"{self.path}: the run directory belongs to another user; choose another --run-dir"
-            )
+        self._seen: dict[Role, Sighting] = {}
+        if self.path.parent == base_directory():
+            # Its name can be guessed: someone else may have been there first.
+            _make_private(self.path.parent)
+        _make_private(self.path)
 
     @classmethod
     def fresh(cls) -> "RunDirectory":
@@ -103,14 +100,23 @@ class RunDirectory:
         return self.path / f"{role}.lock"
 
     def look_at(self, role: Role) -> Sighting:
-        """Whether a role lives now. Cheap enough to ask ten times a second."""
+        """Whether a role lives now. Cheap enough to ask ten times a second.
+
+        Where that cannot be found out, for want of file descriptors perhaps, the answer is the last one:
+        nobody is given up for dead because this process cannot look.
+        """
         path = self.lock_path(role)
-        is_alive = is_path_locked(path)
         try:
-            incarnation = path.read_text(encoding="ascii")
-        except (OSError, UnicodeDecodeError):
-            incarnation = ""
-        return Sighting(is_alive and incarnation != "", incarnation)
+            is_alive = is_path_locked(path)
+            incarnation = path.read_text(encoding="ascii", errors="replace")
+        except FileNotFoundError:
+            seen = Sighting(is_alive=False, incarnation="")
+        except OSError:
+            seen = self._seen.get(role, Sighting(is_alive=False, incarnation=""))
+        else:
+            seen = Sighting(is_alive and incarnation != "", incarnation)
+        self._seen[role] = seen
+        return seen
 
     def remove_sockets(self, role: Role) -> None:
         """Removes a role's socket file; its lock file stays, since others may be looking at it."""
@@ -118,10 +124,7 @@ class RunDirectory:
 
     def remove_if_deserted(self) -> bool:
         """Removes the directory where no role holds its lock any more. True if it is gone."""
-        if any(is_path_locked(self.lock_path(role)) for role in Role):
-            return False
-        shutil.rmtree(self.path, ignore_errors=True)
-        return True
+        return _remove_if_deserted(self.path)
 
 
 class RoleLock:
@@ -130,28 +133,93 @@ class RoleLock:
     def __init__(self, directory: RunDirectory, role: Role, incarnation: str) -> None:
         """Raises ResourceError where a living process already has the role in this directory."""
         path = directory.lock_path(role)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if not try_lock(self._descriptor):
-            os.close(self._descriptor)
-            raise ResourceError(
-                f"{directory.path}: a {role} is already running there; "
-                "stop it, or give this stack its own --run-dir"
-            )
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, incarnation.encode("ascii"), 0)
+        self._descriptor: int | None = None
+        while self._descriptor is None:
+            try:
+                with directory_held(directory.path):
+                    self._descriptor = _open_locked(path, incarnation)
+            except FileNotFoundError:
+                # Whoever left last has just removed the directory.
+                _make_private(directory.path)
+            except BlockingIOError:
+                raise ResourceError(
+                    f"{directory.path}: a {role} is already running there; "
+                    "stop it, or give this stack its own --run-dir"
+                ) from None
+            except OSError as error:
+                raise ResourceError(
+                    f"{path}: the lock cannot be made: {error.strerror}; choose another --run-dir"
+                ) from None
 
     def release(self) -> None:
-        """Gives the role up; the next process may take it at once."""
-        os.close(self._descriptor)
+        """Gives the role up; the next process may take it at once. Does nothing the second time."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def sweep_deserted(base: Path | None = None) -> None:
     """Removes run directories whose every process is gone: what kill -9 of a whole stack leaves behind."""
     base = base if base is not None else base_directory()
-    if not base.is_dir():
-        return
-    for path in base.iterdir():
-        # A directory just made may be one whose owner has not taken its lock yet.
-        is_settled = time.time() - path.stat().st_mtime > _SWEEP_AGE_S
-        if is_settled and path.is_dir() and path.stat().st_uid == os.getuid():
-            RunDirectory(path).remove_if_deserted()
+    with contextlib.suppress(FileNotFoundError):
+        if base.stat().st_uid != os.getuid():
+            return
+        for path in base.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                entry = path.lstat()
+                if stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.getuid():
+                    _remove_if_deserted(path)
+
+
+def _make_private(path: Path) -> None:
+    """Makes a directory that is this user's alone, unless it is there."""
+    reason = ""
+    for _ in range(_MAX_ATTEMPTS):
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = path.stat().st_uid
+        except OSError as error:
+            # It may have been swept away between two of these calls.
+            reason = f"cannot be made: {error.strerror}"
+        else:
+            if owner == os.getuid():
+                return
+            reason = "belongs to another user"
+    raise ResourceError(f"{path}: the run directory {reason}; choose another --run-dir")
+
+
+def _open_locked(path: Path, incarnation: str) -> int:
+    """The descriptor of a lock file that is now ours and says so. Raises BlockingIOError where another
+    process has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not try_lock(descriptor):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path))
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, incarnation.encode("ascii"), 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_ours(path: Path) -> None:
+    """Removes what a stack makes in its directory, and the directory if that was all there is in it: a user
+    may have named one that holds other things. Raises OSError where those remain."""
+    for entry in path.iterdir():
+        if entry.suffix in _OUR_SUFFIXES and not entry.is_dir():
+            entry.unlink(missing_ok=True)
+    path.rmdir()
+
+
+def _remove_if_deserted(path: Path) -> bool:
+    try:
+        with directory_held(path):
+            if any(is_path_locked(path / f"{role}.lock") for role in Role):
+                return False
+            _remove_ours(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

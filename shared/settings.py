@@ -6,8 +6,10 @@ description follow the flag (`--max-context`), the variable (`STRATA_MAX_CONTEXT
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -131,7 +133,7 @@ def resolve(
         if name in flags:
             values[name] = _checked(item, flags[name], item.flag)
         elif environment.get(item.variable):
-            # An empty variable counts as unset: that is what `VARIABLE: ${VARIABLE:-}` in a compose file gives.
+            # An empty variable counts as unset: `VARIABLE: ${VARIABLE:-}` in a compose file gives one.
             values[name] = _checked(item, environment[item.variable], item.variable)
         elif name in file_values:
             values[name] = _checked(item, file_values[name], f"{file_path}: {name}")
@@ -209,7 +211,7 @@ def _parse(hint: Any, value: Any, source: str) -> Any:
         items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, list):
             raise ConfigError(f"{source} is {value!r}; expected a list")
-        return tuple(_parse(item_type, entry, source) for entry in items if entry != "")
+        return tuple(_parse(item_type, entry, source) for entry in items if str(entry).strip())
     if hint is bool:
         if isinstance(value, bool):
             return value
@@ -217,25 +219,30 @@ def _parse(hint: Any, value: Any, source: str) -> Any:
         if word in _TRUE | _FALSE:
             return word in _TRUE
         raise ConfigError(f"{source} is {value!r}; expected on or off")
-    if isinstance(value, bool):
-        raise ConfigError(f"{source} is {value!r}; expected {_type_name(hint)}")
-    if hint is int and isinstance(value, float):
-        raise ConfigError(f"{source} is {value!r}; expected a whole number")
-    try:
-        return hint(value.strip() if isinstance(value, str) else value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{source} is {value!r}; expected {_type_name(hint)}") from None
+    typed_forms, name = _SCALARS[hint]
+    if isinstance(value, typed_forms) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            parsed = hint(value.strip() if isinstance(value, str) else value)
+            if hint is not float or math.isfinite(parsed):
+                return parsed
+    raise ConfigError(f"{source} is {value!r}; expected {name}")
 
 
-def _type_name(hint: Any) -> str:
-    return {int: "a whole number", float: "a number", str: "text", Path: "a path"}[hint]
+# What a value may be before it is converted, and what it is called.
+_SCALARS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((str, int), "a whole number"),
+    float: ((str, int, float), "a number"),
+    str: ((str,), "text"),
+    Path: ((str, Path), "a path"),
+}
 
 
 def _text(value: Any) -> str:
+    """The value as `_parse` reads it back, without loss."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
         return ",".join(_text(entry) for entry in value)
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return "none" if value is None else str(value)

@@ -37,7 +37,8 @@ class TaskPool:
             thread.start()
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Runs all tasks and returns when the last is done; raises the first failure among them.
+        """Runs all tasks and returns when none runs any more; raises the first failure among them, after
+        which tasks that had not begun may be left out.
 
         One batch at a time: only one thread may call this.
         """
@@ -45,7 +46,6 @@ class TaskPool:
             for task in tasks:
                 task()
             return
-        self._failure = None
         self._num_open = len(tasks)
         self._tasks.extend(tasks)
         for _ in range(min(len(tasks), self.num_threads) - 1):
@@ -54,8 +54,9 @@ class TaskPool:
             pass
         with self._finished:
             self._finished.wait_for(lambda: self._num_open == 0)
-        if self._failure is not None:
-            raise self._failure
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Ends the threads."""

@@ -44,6 +44,13 @@ class ExpectedTensor:
 
 
 NGRAM_TABLE = "per_layer_token_embd.weight"
+# Those of `shared.quants`, named here too because importing it costs half a second; a test compares them.
+# fmt: off
+COMPUTABLE_TYPES = (
+    "F32", "F16", "BF16", "Q1_0", "Q2_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K",
+    "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
+)
+# fmt: on
 
 
 def block_prefix(block: int) -> str:
@@ -82,19 +89,26 @@ def expected_tensors(config: Qwen4ExpConfig, model: GGUFModel) -> Iterator[Expec
 
 
 def check_tensors(model: GGUFModel, config: Qwen4ExpConfig) -> None:
-    """Raises UnsupportedModelError for the first tensor that is missing or has another shape."""
+    """Raises UnsupportedModelError for the first tensor that is missing, has another shape, or a type that
+    Strata cannot compute with."""
     for expected in expected_tensors(config, model):
         if expected.name not in model:
             if expected.is_optional:
                 continue
             raise UnsupportedModelError(f"{model.path}: the tensor {expected.name} is missing")
-        shape = model.info(expected.name).shape
+        info = model.info(expected.name)
+        shape = info.shape
         # Some converters store a vector (a norm of all streams) as a matrix; the bytes are the same.
         is_reshaped_vector = len(expected.shape) == 1 and prod(shape) == prod(expected.shape)
         if shape != expected.shape and not is_reshaped_vector:
             raise UnsupportedModelError(
                 f"{model.home(expected.name).path}: tensor {expected.name} has shape {shape}, "
                 f"the metadata asks for {expected.shape} (rows first)"
+            )
+        if info.type.name not in COMPUTABLE_TYPES:
+            raise UnsupportedModelError(
+                f"{model.home(expected.name).path}: tensor {expected.name} has type {info.type.name}, which "
+                f"this version cannot compute with; it can with {', '.join(COMPUTABLE_TYPES)}"
             )
 
 
@@ -180,16 +194,16 @@ def _mixture(prefix: str, config: Qwen4ExpConfig, model: GGUFModel) -> Iterator[
     yield ExpectedTensor(f"{prefix}ffn_gate_inp.weight", (experts, hidden), TensorClass.ROUTER)
     down = f"{prefix}ffn_down_exps.weight"
     ff = model.info(down).shape[-1] if down in model else 0
+    yield ExpectedTensor(down, (experts, hidden, ff), TensorClass.EXPERTS_DOWN)
     for name in ("gate", "up"):
         yield ExpectedTensor(
             f"{prefix}ffn_{name}_exps.weight", (experts, ff, hidden), TensorClass.EXPERTS_GATE_UP
         )
-    yield ExpectedTensor(down, (experts, hidden, ff), TensorClass.EXPERTS_DOWN)
     shared_down = f"{prefix}ffn_down_shexp.weight"
     shared_ff = model.info(shared_down).shape[-1] if shared_down in model else 0
     yield ExpectedTensor(f"{prefix}ffn_gate_inp_shexp.weight", (hidden,), TensorClass.SHARED_EXPERT)
+    yield ExpectedTensor(shared_down, (hidden, shared_ff), TensorClass.SHARED_EXPERT)
     for name in ("gate", "up"):
         yield ExpectedTensor(
             f"{prefix}ffn_{name}_shexp.weight", (shared_ff, hidden), TensorClass.SHARED_EXPERT
         )
-    yield ExpectedTensor(shared_down, (hidden, shared_ff), TensorClass.SHARED_EXPERT)

@@ -5,20 +5,27 @@ usable CPUs are halved in the same way. With fewer than four there is nothing to
 nobody spins, since the core a spinner burns is the one its peer needs.
 """
 
+import functools
 import os
+import re
 
 from threadpoolctl import ThreadpoolController
 
 from shared.errors import ConfigError
 
 _MIN_CPUS_TO_DIVIDE = 4
+_CPUS = re.compile(r"(?P<first>[0-9]{1,6})(-(?P<last>[0-9]{1,6}))?")
 # Long enough to meet an answer that is about to come, short enough to be cheap when it is not.
 _SPIN_S = 100e-6
 
 
-def usable_cpus() -> list[int]:
-    """The CPUs this process may run on, in order."""
-    return sorted(os.sched_getaffinity(0))
+@functools.cache
+def usable_cpus() -> tuple[int, ...]:
+    """The CPUs this process may run on, in order, as it was when this was first asked.
+
+    Later answers would count only the CPUs that the process has meanwhile pinned itself to.
+    """
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def spin_time_s() -> float:
@@ -26,7 +33,7 @@ def spin_time_s() -> float:
     return _SPIN_S if len(usable_cpus()) >= _MIN_CPUS_TO_DIVIDE else 0.0
 
 
-def cpu_set(setting: str, *, flag: str, second_half: bool) -> list[int]:
+def cpu_set(setting: str, *, flag: str, second_half: bool) -> tuple[int, ...]:
     """The CPUs for a process: those named by its setting, or its half of the usable ones for "auto".
 
     Named CPUs that this machine does not have are left out, so that one configuration (0-7 and 8-15 in the
@@ -40,7 +47,7 @@ def cpu_set(setting: str, *, flag: str, second_half: bool) -> list[int]:
         half = len(usable) // 2
         return usable[half:] if second_half else usable[:half]
     named = _parse(setting, flag)
-    return [cpu for cpu in usable if cpu in named] or usable
+    return tuple(cpu for cpu in usable if any(cpu in cpus for cpus in named)) or usable
 
 
 def use_one_blas_thread() -> None:
@@ -48,11 +55,14 @@ def use_one_blas_thread() -> None:
     ThreadpoolController().select(internal_api="openblas").limit(limits=1)
 
 
-def _parse(text: str, flag: str) -> set[int]:
-    cpus: set[int] = set()
+def _parse(text: str, flag: str) -> list[range]:
+    ranges = []
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
-            raise ConfigError(f"{flag} is {text!r}; expected CPUs as 0-7 or 0,2,4")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
+        match = _CPUS.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(f"{flag} is {text!r}; expected CPUs as 0-7 or 0,2,4, or auto")
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        if last < first:
+            raise ConfigError(f"{flag} is {text!r}; the CPUs {part.strip()} run backwards")
+        ranges.append(range(first, last + 1))
+    return ranges

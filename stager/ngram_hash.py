@@ -41,5 +41,7 @@ class NgramHash:
 
 def windows_of(token_ids: NDArray[np.int32], ngram_size: int) -> NDArray[np.int32]:
     """The windows of a whole sequence from its start, int32 [num_tokens, ngram_size]."""
+    if not len(token_ids):
+        return np.empty((0, ngram_size), np.int32)
     padded = np.concatenate([np.full(ngram_size - 1, -1, np.int32), token_ids])
     return np.lib.stride_tricks.sliding_window_view(padded, ngram_size)[:, ::-1]

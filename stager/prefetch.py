@@ -67,7 +67,11 @@ class PromptPrefetcher:
                     return
                 request_id, token_ids = self._prompts.popitem(last=False)
                 self._forgotten.clear()
-            self._bring_near(request_id, token_ids)
+            try:
+                self._bring_near(request_id, token_ids)
+            except Exception:
+                # Advice may fail; the next prompt still wants its own.
+                _log.exception("the n-gram rows of %s were not brought near", request_id)
 
     def _bring_near(self, request_id: str, token_ids: Sequence[int]) -> None:
         windows = windows_of(np.array(token_ids, np.int32), self._ngram_size)

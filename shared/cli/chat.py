@@ -2,14 +2,17 @@
 
 import argparse
 import contextlib
+import http.client
 import json
+import re
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
-from shared.errors import StrataError
+from shared.errors import ConfigError, StrataError
 
 _HELP = "/new begins a new conversation, /undo takes back the last turn, /exit ends"
 _CONNECT_TIMEOUT_S = 600.0
@@ -47,7 +50,7 @@ def run(parsed: argparse.Namespace) -> int:
         if value is not None
     }
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
-    chat = Chat(parsed.url.rstrip("/"), opening, options)
+    chat = Chat(_checked(parsed.url).rstrip("/"), opening, options)
     model = chat.model_name()
     is_interactive = sys.stdin.isatty()
     if is_interactive:
@@ -56,6 +59,8 @@ def run(parsed: argparse.Namespace) -> int:
         try:
             line = input("> " if is_interactive else "").strip()
         except EOFError:
+            if is_interactive:
+                print()
             return 0
         except KeyboardInterrupt:
             print()
@@ -87,7 +92,10 @@ class Chat:
     def model_name(self) -> str:
         """The model that is served. Raises StrataError where there is no server."""
         with self._open("/v1/models", None) as response:
-            name: str = json.load(response)["data"][0]["id"]
+            try:
+                name: str = json.load(response)["data"][0]["id"]
+            except (ValueError, LookupError, TypeError):
+                raise StrataError(f"{self._url} answers, but not as a server of models does") from None
             return name
 
     def begin_anew(self) -> None:
@@ -109,6 +117,8 @@ class Chat:
         except KeyboardInterrupt:
             print(" [stopped]", end="")
         except StrataError as error:
+            if pieces:
+                print()
             print(f"strata: {error}", file=sys.stderr)
             return
         print()
@@ -117,15 +127,21 @@ class Chat:
     def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         body = {"messages": messages, "stream": True} | self._options
         with self._open("/v1/chat/completions", body) as response:
-            for raw in response:
-                line = raw.decode("utf-8").strip()
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise StrataError(event["error"]["message"])
-                for choice in event["choices"]:
-                    yield choice["delta"].get("content") or ""
+            try:
+                for raw in response:
+                    line = raw.decode("utf-8").strip()
+                    if line == "data: [DONE]":
+                        return
+                    if not line.startswith("data: "):
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise StrataError(event["error"]["message"])
+                    for choice in event["choices"]:
+                        yield choice["delta"].get("content") or ""
+            except (OSError, http.client.HTTPException):
+                raise StrataError("the server ended in the middle of its answer") from None
+        raise StrataError("the server ended in the middle of its answer")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = json.dumps(body).encode() if body is not None else None
@@ -134,12 +150,23 @@ class Chat:
             return urllib.request.urlopen(request, timeout=_CONNECT_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             raise StrataError(_message(error)) from None
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise StrataError(
                 f"no answer from {self._url} ({reason}); "
                 "start a server with `strata serve`, or name one with --url"
             ) from None
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or re.search(r"\s", url):
+        raise ConfigError(f"--url {url} is not the URL of a server, such as http://127.0.0.1:8080")
+    return url
 
 
 def _message(error: urllib.error.HTTPError) -> str:

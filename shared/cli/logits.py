@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.cli.progress import ProgressLine
-from shared.cli.stack_arguments import add_stack_arguments, gateway_config, gpu_worker_config, stack_configs
+from shared.cli.stack_arguments import add_stack_arguments, stack_configs
 from shared.config import CommonConfig
 from shared.errors import ConfigError, StrataError
 from shared.logs import set_up_logging
@@ -39,8 +39,8 @@ def run(parsed: argparse.Namespace) -> int:
     del parsed.ids
     out = parsed.__dict__.pop("out")
     configs = stack_configs(parsed, port="0", logits_endpoint="on", max_body_mib="1024")
-    set_up_logging(gateway_config(configs).log_level, Role.SUPERVISOR, "logits")
-    check_stack(gateway_config(configs), gpu_worker_config(configs))
+    set_up_logging(configs[Role.GATEWAY].log_level, Role.SUPERVISOR, "logits")
+    check_stack(configs)
     logits = asyncio.run(_compute(configs, token_ids))
     np.savez(out, logits=logits, ids=token_ids)
     print(f"{out}: logits {list(logits.shape)}")

@@ -1,6 +1,7 @@
 """The command `strata`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,7 +20,23 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits: 0 well, 1 failed, 2 not started, 130 interrupted."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        # What is still buffered would otherwise be written, and fail, where nobody can catch it.
+        sys.stdout.flush()
+    except StrataError as error:
+        print(f"strata: {error}", file=sys.stderr)
+        code = getattr(error, "exit_code", 1)
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output, a pager perhaps, has enough; the interpreter shall not try once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="strata",
         description="Serves a mixture-of-experts model that is far larger than the graphics card.",
@@ -36,15 +53,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     parsed = parser.parse_args(arguments)
-    try:
-        code = parsed.run(parsed)
-    except StrataError as error:
-        print(f"strata: {error}", file=sys.stderr)
-        code = getattr(error, "exit_code", 1)
-    except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:
-        # The reader of our output, a pager perhaps, has enough.
-        sys.stderr.close()
-        code = 1
-    sys.exit(code)
+    code: int = parsed.run(parsed)
+    return code

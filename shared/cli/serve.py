@@ -12,11 +12,11 @@ import time
 from typing import Any
 
 from shared.cli.progress import ProgressLine
-from shared.cli.stack_arguments import add_stack_arguments, gateway_config, gpu_worker_config, stack_configs
+from shared.cli.stack_arguments import add_stack_arguments, stack_configs
 from shared.config import CommonConfig
 from shared.logs import set_up_logging
 from shared.preflight import check_stack
-from shared.process import check_platform
+from shared.process import check_platform, warn_of_unknown_variables
 from shared.run_directory import Role
 from shared.supervisor import Supervisor
 
@@ -30,9 +30,9 @@ def run(parsed: argparse.Namespace) -> int:
     """Serves until it is told to stop."""
     check_platform()
     configs = stack_configs(parsed)
-    gateway = gateway_config(configs)
-    set_up_logging(gateway.log_level, Role.SUPERVISOR, "serve")
-    check_stack(gateway, gpu_worker_config(configs))
+    set_up_logging(configs[Role.GATEWAY].log_level, Role.SUPERVISOR, "serve")
+    warn_of_unknown_variables()
+    check_stack(configs)
     return asyncio.run(_serve(configs))
 
 
@@ -40,44 +40,47 @@ async def _serve(configs: dict[Role, CommonConfig]) -> int:
     started = time.monotonic()
     progress = ProgressLine()
     print(f"loading {configs[Role.GATEWAY].model}", file=sys.stderr, flush=True)
-    async with Supervisor(configs, progress.update) as supervisor:
-        work = asyncio.ensure_future(_until_ready_and_on(supervisor, progress, started))
-        is_stopping = False
+    supervisor = Supervisor(configs, progress.update)
+    work = asyncio.ensure_future(_until_ready_and_on(supervisor, progress, started))
+    is_stopping = False
 
-        def on_signal() -> None:
-            nonlocal is_stopping
-            if is_stopping:
-                supervisor.hurry()
-                return
-            is_stopping = True
-            progress.done()
-            print("stopping; again to stop at once", file=sys.stderr, flush=True)
-            work.cancel()
+    def on_signal() -> None:
+        nonlocal is_stopping
+        if is_stopping or supervisor.is_ending:
+            supervisor.hurry()
+            return
+        is_stopping = True
+        progress.done()
+        print("stopping; again to stop at once", file=sys.stderr, flush=True)
+        work.cancel()
 
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not is_stopping:
-                raise
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not is_stopping:
+            raise
     return 0
 
 
 async def _until_ready_and_on(supervisor: Supervisor, progress: ProgressLine, started: float) -> None:
-    try:
-        health = await supervisor.wait_ready()
-    finally:
-        progress.done()
-    print(_greeting(health, supervisor.url or "", time.monotonic() - started), flush=True)
-    await supervisor.watch()
+    async with supervisor:
+        try:
+            health = await supervisor.wait_ready()
+        finally:
+            progress.done()
+        print(_greeting(health, supervisor.url or "", time.monotonic() - started), flush=True)
+        await supervisor.watch()
 
 
 def _greeting(health: dict[str, Any], url: str, seconds: float) -> str:
     resident = ", ".join(
         f"{name} {process['resident_memory_bytes'] / 2**20:.0f} MiB"
         for name, process in health["processes"].items()
+        # The gpu_worker may know a worker that the gateway has not heard of yet.
+        if "resident_memory_bytes" in process
     )
     question = '{"messages": [{"role": "user", "content": "Hello"}]}'
     return "\n".join(

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shared.config import PROCESS_CONFIGS, CommonConfig, GatewayConfig, GpuWorkerConfig
+from shared.config import PROCESS_CONFIGS, CommonConfig
 from shared.run_directory import Role
 from shared.settings import add_flags, resolve, settings_of
 
@@ -33,20 +33,6 @@ def stack_configs(parsed: argparse.Namespace, **overrides: Any) -> dict[Role, Co
         for name, kind in PROCESS_CONFIGS.items()
     }
     return {role: _with_absolute_model(config) for role, config in configs.items()}
-
-
-def gateway_config(configs: dict[Role, CommonConfig]) -> GatewayConfig:
-    """The gateway's settings among them."""
-    config = configs[Role.GATEWAY]
-    assert isinstance(config, GatewayConfig)
-    return config
-
-
-def gpu_worker_config(configs: dict[Role, CommonConfig]) -> GpuWorkerConfig:
-    """The gpu_worker's settings among them."""
-    config = configs[Role.GPU_WORKER]
-    assert isinstance(config, GpuWorkerConfig)
-    return config
 
 
 def _with_absolute_model(config: CommonConfig) -> CommonConfig:

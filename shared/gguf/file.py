@@ -7,9 +7,11 @@ truncated file is refused here, by name and offset, and not by a bus error later
 
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ MetadataValue = int | float | bool | str | list[str] | NDArray[np.generic]
 _MAGIC = b"GGUF"
 _SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_ALIGNMENTS = [1 << bits for bits in range(32)]
 _MAX_RANK = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS: dict[int, np.dtype[np.generic]] = {
@@ -56,7 +59,7 @@ class TensorInfo:
     @property
     def num_weights(self) -> int:
         """How many weights the tensor has."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self.shape)
 
 
 class GGUFFile:
@@ -78,24 +81,29 @@ class GGUFFile:
         self.metadata: dict[str, MetadataValue] = {}
         for _ in range(num_metadata):
             key = cursor.string("a metadata key")
+            if key in self.metadata:
+                raise ModelFileError(f"{path}: the metadata key {key} is listed twice")
             self.metadata[key] = cursor.value(key)
-        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ModelFileError(f"{path}: general.alignment is {alignment!r}, expected a power of two")
+        self._alignment = self._read_alignment()
         entries = [_read_tensor_entry(cursor) for _ in range(num_tensors)]
         self.header_bytes = cursor.at
-        self._data_start = -(-cursor.at // alignment) * alignment
+        self._data_start = -(-cursor.at // self._alignment) * self._alignment
         self.tensors: dict[str, TensorInfo] = {}
         for entry in entries:
             info = self._place(*entry)
             if info.name in self.tensors:
                 raise ModelFileError(f"{path}: tensor {info.name} is listed twice")
             self.tensors[info.name] = info
+        self._check_overlap()
 
     @property
     def num_bytes(self) -> int:
         """Length of the file in bytes."""
         return self._size
+
+    def header(self) -> bytes:
+        """The file up to its tensor data: metadata and the list of tensors."""
+        return self._map[: self.header_bytes]
 
     def raw(self, info: TensorInfo) -> NDArray[np.uint8]:
         """The tensor's encoded bytes as a read-only uint8 view [num_bytes] of the mapping."""
@@ -120,6 +128,25 @@ class GGUFFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _read_alignment(self) -> int:
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        is_integer = isinstance(alignment, int) and not isinstance(alignment, bool)
+        if is_integer and alignment in _ALIGNMENTS:
+            return int(alignment)
+        raise ModelFileError(
+            f"{self.path}: general.alignment is {alignment!r}, expected a power of two below 2^32"
+        )
+
+    def _check_overlap(self) -> None:
+        end, before = 0, ""
+        for info in sorted(self.tensors.values(), key=lambda info: info.offset):
+            if info.offset < end:
+                raise ModelFileError(
+                    f"{self.path}: tensors {before} and {info.name} overlap at byte {info.offset}; "
+                    "download or copy it again"
+                )
+            end, before = info.offset + info.num_bytes, info.name
+
     def _place(self, name: str, shape: tuple[int, ...], type_id: int, relative: int) -> TensorInfo:
         kind = tensor_type(type_id)
         if kind is None:
@@ -131,9 +158,12 @@ class GGUFFile:
                 f"{self.path}: tensor {name} has rows of {shape[-1]} weights, "
                 f"not a multiple of the {kind.block_size} weights in a block of {kind.name}"
             )
-        num_bytes = kind.row_bytes(shape[-1])
-        for extent in shape[:-1]:
-            num_bytes *= extent
+        if relative % self._alignment:
+            raise ModelFileError(
+                f"{self.path}: tensor {name} begins at byte {relative} of the data, "
+                f"not a multiple of the alignment, {self._alignment}"
+            )
+        num_bytes = kind.row_bytes(shape[-1]) * prod(shape[:-1])
         offset = self._data_start + relative
         if offset + num_bytes > self._size:
             raise ModelFileError(
@@ -145,14 +175,18 @@ class GGUFFile:
 
 def _open_mapping(path: Path) -> mmap.mmap:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK, opening a named pipe waits for someone to write to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such model file") from None
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be opened: {error.strerror}") from None
     try:
-        if os.fstat(descriptor).st_size == 0:
-            raise ModelFileError(f"{path}: the file is empty")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelFileError(f"{path}: not a file; name the .gguf file itself")
+        if status.st_size == 0:
+            raise ModelFileError(f"{path}: the file is empty; download or copy it again")
         return mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be mapped: {error.strerror}") from None
@@ -167,7 +201,8 @@ def _read_version(cursor: "_Cursor") -> int:
     version = cursor.integer("<I", "the version")
     if version not in _SUPPORTED_VERSIONS:
         raise ModelFileError(
-            f"{cursor.path}: GGUF version {version} is not supported, only {_SUPPORTED_VERSIONS}"
+            f"{cursor.path}: GGUF version {version} is not supported; convert the model to version "
+            f"{_SUPPORTED_VERSIONS[-1]}, little-endian"
         )
     return version
 
@@ -254,7 +289,7 @@ class _Cursor:
         kind = _SCALARS.get(value_type)
         if kind is None:
             raise ModelFileError(
-                f"{self.path}: {key} has the value type {value_type}, which GGUF does not define"
+                f"{self.path}: {key} has the value type {value_type}, which is not supported"
             )
         return np.frombuffer(self.take(count * kind.itemsize, key), kind)
 

@@ -5,6 +5,7 @@ list, and part 1 carries the metadata.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,12 +62,12 @@ class GGUFModel:
         return sum(part.num_bytes for part in self.parts)
 
     def fingerprint(self) -> str:
-        """A short digest of every tensor's name, type, shape and place: equal where the model is the same."""
+        """A short digest of the headers, that is of all metadata and of every tensor's name, type, shape and
+        place: files of different models differ there."""
         digest = hashlib.blake2b(digest_size=8)
         for part in self.parts:
-            digest.update(f"{part.num_bytes}|{part.header_bytes}".encode())
-            for info in part.tensors.values():
-                digest.update(f"{info.name}|{info.type.name}|{info.shape}|{info.offset}".encode())
+            digest.update(part.num_bytes.to_bytes(8, "little"))
+            digest.update(part.header())
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -82,25 +83,33 @@ class GGUFModel:
 
     def _check_split(self) -> None:
         for number, part in enumerate(self.parts):
-            count = part.metadata.get("split.count", 1)
-            if count in (0, 1) and len(self.parts) == 1:
+            count = _number(part, "split.count")
+            if count in (None, 0, 1) and len(self.parts) == 1:
                 continue
             if count != len(self.parts):
                 raise ModelFileError(
-                    f"{part.path}: split.count is {count}, but its name says {len(self.parts)} part(s)"
+                    f"{part.path}: split.count is {count}, but its name says {len(self.parts)} part(s); "
+                    "parts are named NAME-00001-of-0000N.gguf"
                 )
-            stored_number = part.metadata.get("split.no")
+            stored_number = _number(part, "split.no")
             if stored_number != number:
                 raise ModelFileError(
                     f"{part.path}: split.no is {stored_number}, but its name says {number} (counted from 0)"
                 )
 
     def _check_count(self) -> None:
-        expected = self.metadata.get("split.tensors.count")
+        expected = _number(self.parts[0], "split.tensors.count")
         if len(self.parts) > 1 and expected is not None and expected != len(self._home):
             raise ModelFileError(
                 f"{self.path}: the parts hold {len(self._home)} tensors, split.tensors.count says {expected}"
             )
+
+
+def _number(part: GGUFFile, key: str) -> int | None:
+    value = part.metadata.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ModelFileError(f"{part.path}: {key} is {value!r}, expected a number")
+    return value
 
 
 def part_paths(path: Path) -> list[Path]:
@@ -108,13 +117,15 @@ def part_paths(path: Path) -> list[Path]:
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]
-    count = int(match["count"])
-    if count == 0:
-        raise ModelFileError(f"{path}: the name says that the set has 0 parts")
-    parts = [path.with_name(f"{match['stem']}-{n + 1:05d}-of-{count:05d}.gguf") for n in range(count)]
-    for part in parts:
-        if not part.exists():
+    number, count = int(match["number"]), int(match["count"])
+    if not 1 <= number <= count:
+        raise ModelFileError(f"{path}: the name says that it is part {number} of {count}")
+    parts = []
+    for part_number in range(1, count + 1):
+        part = path.with_name(f"{match['stem']}-{part_number:05d}-of-{count:05d}.gguf")
+        if not os.path.exists(part):  # Path.exists raises where the directory cannot be searched.
             raise ModelFileError(
                 f"{part}: this part of the split model is missing ({count} parts are needed)"
             )
+        parts.append(part)
     return parts

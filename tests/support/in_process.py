@@ -1,0 +1,138 @@
+"""The model as the gpu_worker computes it, with the work of the other processes done on the spot.
+
+What is real: the forward pass on its device, the experts of the cpu_worker, hash and table of the stager.
+What is not there: processes, rings, the scheduler.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cpu_worker.expert_layer import ExpertLayer
+from gpu_worker.device.cpu import CpuDevice
+from gpu_worker.device.interface import Device
+from gpu_worker.device.torch_device import TorchDevice
+from gpu_worker.model.batch import Batch, Span
+from gpu_worker.model.qwen4exp import Qwen4Exp
+from gpu_worker.state.sequence_state import SequenceState
+from shared.gguf.model import GGUFModel
+from shared.model_config import NgramConfig, Qwen4ExpConfig, read_model_config
+from shared.task_pool import TaskPool
+from shared.tensor_catalog import check_tensors
+from stager.ngram_hash import NgramHash, windows_of
+from stager.ngram_table import NgramTable
+
+
+class LocalExperts:
+    """The routed experts, computed when they are submitted."""
+
+    def __init__(self, model: GGUFModel, config: Qwen4ExpConfig) -> None:
+        self._layers = [ExpertLayer(model, layer) for layer in range(config.num_layers)]
+        self._pool = TaskPool(1)
+        self._output = torch.empty(0)
+
+    def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
+        """Computes the layer."""
+        activations = x.cpu().numpy()
+        output = np.empty_like(activations)
+        routes = expert_ids.cpu().numpy().astype(np.int32), weights.cpu().numpy()
+        self._layers[layer].compute(activations, *routes, output, self._pool)
+        self._output = torch.from_numpy(output).to(x.device)
+        return layer
+
+    def collect(self, ticket: int) -> Tensor:
+        """What the last `submit` computed."""
+        return self._output
+
+
+class LocalFeatures:
+    """The n-gram features of windows that were set before the step."""
+
+    def __init__(self, model: GGUFModel, config: NgramConfig, torch_device: torch.device) -> None:
+        self._hash = NgramHash(config)
+        self._table = NgramTable(model, config)
+        self._device = torch_device
+        self.windows = np.empty((0, config.ngram_size), np.int32)
+
+    def collect(self) -> Tensor:
+        """Hashed and read now."""
+        return torch.from_numpy(self._table.features(self._hash.rows(self.windows))).to(self._device)
+
+
+@dataclass(slots=True)
+class RunningSequence:
+    """One sequence and its state in the model."""
+
+    state: SequenceState
+    token_ids: list[int] = field(default_factory=list)
+
+
+class InProcessModel:
+    """A model file, ready to compute."""
+
+    def __init__(self, path: Path, torch_device: torch.device | None = None, num_threads: int = 1) -> None:
+        """On the CpuDevice, or on a TorchDevice where `torch_device` is given."""
+        model = GGUFModel(path)
+        self.config = read_model_config(model)
+        check_tensors(model, self.config)
+        self.device: Device = (
+            CpuDevice(model, num_threads) if torch_device is None else TorchDevice(model, torch_device)
+        )
+        has_own_head = "output.weight" in model
+        self.model = Qwen4Exp(
+            self.device, self.config, has_own_head=has_own_head, report=lambda activity, progress: None
+        )
+        self.experts = LocalExperts(model, self.config)
+        ngram = self.config.ngram
+        self.features = LocalFeatures(model, ngram, self.device.torch_device) if ngram is not None else None
+
+    def new_sequence(self) -> RunningSequence:
+        """A sequence that has not begun."""
+        return RunningSequence(self.model.new_state())
+
+    def step(self, pieces: Sequence[tuple[RunningSequence, Sequence[int]]]) -> list[NDArray[np.float32]]:
+        """Appends tokens to sequences, all in one batch; the logits [tokens, vocabulary] of each piece."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        windows, spans = [], []
+        for sequence, new_ids in pieces:
+            start, num_tokens = len(sequence.token_ids), len(new_ids)
+            sequence.token_ids += new_ids
+            spans.append(Span(len(token_ids), len(token_ids) + num_tokens, sequence.state))
+            token_ids += new_ids
+            positions += range(start, start + num_tokens)
+            if self.config.ngram is not None:
+                own_windows = windows_of(np.array(sequence.token_ids, np.int32), self.config.ngram.ngram_size)
+                windows.append(own_windows[start:])
+        if self.features is not None:
+            self.features.windows = np.concatenate(windows)
+        device = self.device.torch_device
+        batch = Batch(torch.tensor(token_ids, device=device), torch.tensor(positions, device=device), spans)
+        streams = self.model.forward(batch, self.experts, self.features)
+        logits = self.model.logits(streams).cpu().numpy()
+        return np.split(logits, [span.stop for span in spans[:-1]])
+
+    def logits(self, token_ids: Sequence[int], chunk_sizes: Iterable[int] = ()) -> NDArray[np.float32]:
+        """Of a whole sequence [tokens, vocabulary], taken in chunks of these sizes; what is left in one."""
+        sequence = self.new_sequence()
+        parts, at = [], 0
+        for size in [*chunk_sizes, len(token_ids)]:
+            if chunk := token_ids[at : at + size]:
+                parts += self.step([(sequence, chunk)])
+            at += size
+        return np.concatenate(parts)
+
+    def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The likeliest continuation."""
+        sequence = self.new_sequence()
+        new_ids, output = list(token_ids), []
+        for _ in range(num_tokens):
+            (logits,) = self.step([(sequence, new_ids)])
+            new_ids = [int(logits[-1].argmax())]
+            output += new_ids
+        return output

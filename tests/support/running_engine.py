@@ -1,0 +1,210 @@
+"""The engine of the gpu_worker at work in this process: its thread, and a thread for each worker it needs.
+
+The rings are real, and so is the work in their slots; `gate` and `on_experts` let a test hold it up or spoil
+it.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpu_worker.expert_layer import ExpertLayer
+from cpu_worker.worker import ExpertService
+from gpu_worker.device.cpu import CpuDevice
+from gpu_worker.device.interface import Device
+from gpu_worker.device.torch_device import TorchDevice
+from gpu_worker.engine import AttachRing, DetachRing, Engine
+from gpu_worker.model.qwen4exp import Qwen4Exp
+from gpu_worker.scheduler import Scheduler
+from shared.errors import WorkerFailedError
+from shared.gguf.model import GGUFModel
+from shared.messages import (
+    GenerateRequest,
+    Message,
+    PrefillProgress,
+    RequestFailed,
+    RequestFinished,
+    Sampling,
+    TokenChunk,
+)
+from shared.model_config import read_model_config
+from shared.ring import Arrays, RingClient, RingServer, RingShape
+from shared.run_directory import Role, new_incarnation
+from shared.task_pool import TaskPool
+from shared.work_slots import expert_ring, ngram_ring
+from stager.ngram_hash import NgramHash
+from stager.ngram_table import NgramTable
+from stager.worker import NgramReader
+
+TIMEOUT_S = 60.0
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one request so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    prefilled: list[int] = field(default_factory=list)
+    end: RequestFinished | RequestFailed | None = None
+
+
+class RunningEngine:
+    """An engine, its workers, and the answers it posts."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        parallel: int = 4,
+        prefill: int = 16,
+        watchdog_s: float = TIMEOUT_S,
+        torch_device: torch.device | None = None,
+    ) -> None:
+        """On the CpuDevice, or on a TorchDevice where `torch_device` is given."""
+        file = GGUFModel(path)
+        config = read_model_config(file)
+        self.device: Device = CpuDevice(file, 1) if torch_device is None else TorchDevice(file, torch_device)
+        self.model = Qwen4Exp(
+            self.device, config, has_own_head="output.weight" in file, report=lambda activity, progress: None
+        )
+        # Open lets the experts compute; a test closes it to hold up a step.
+        self.gate = threading.Event()
+        self.gate.set()
+        # Called with every slot of experts after they were computed; may change the outputs, or raise.
+        self.on_experts: Callable[[Arrays], None] = lambda slot: None
+        self.scheduler = Scheduler(max_running=parallel, prefill_tokens=prefill)
+        self.messages: queue.Queue[Message] = queue.Queue()
+        self.engine = Engine(
+            self.model, self.device.torch_device, self.scheduler, self.messages.put, watchdog_s
+        )
+        self._answers: dict[str, Answer] = {}
+        self._numbers = itertools.count()
+        self._incarnation = new_incarnation()
+        self._workers: dict[Role, _Worker] = {}
+        max_tokens = parallel + prefill
+        self._pool = TaskPool(1)
+        service = ExpertService([ExpertLayer(file, layer) for layer in range(config.num_layers)], self._pool)
+
+        def compute_experts(slot: Arrays) -> None:
+            self.gate.wait(TIMEOUT_S)
+            service(slot)
+            self.on_experts(slot)
+
+        self._work: dict[Role, tuple[RingShape, Callable[[Arrays], None]]] = {
+            Role.CPU_WORKER: (expert_ring(config, max_tokens), compute_experts)
+        }
+        if config.ngram is not None:
+            reader = NgramReader(NgramTable(file, config.ngram), NgramHash(config.ngram))
+            self._work[Role.STAGER] = (ngram_ring(config.ngram, max_tokens), reader)
+
+    def attach(self, role: Role) -> None:
+        """Starts a worker and tells the engine."""
+        shape, work = self._work[role]
+        worker = self._workers[role] = _Worker(
+            f"{role}-{next(self._numbers)}", self._incarnation, shape, work
+        )
+        self.engine.submit(AttachRing(role, worker.client))
+
+    def attach_all(self) -> None:
+        """Starts every worker the model needs."""
+        for role in self._work:
+            self.attach(role)
+
+    def lose(self, role: Role) -> None:
+        """Ends a worker, as the link does when one died."""
+        failure = WorkerFailedError(f"the {role} is lost")
+        worker = self._workers.pop(role)
+        worker.client.fail(failure)
+        self.engine.submit(DetachRing(role, failure))
+        worker.stop()
+
+    def ask(self, request_id: str, prompt: list[int], max_new_tokens: int = 8, **changes: object) -> None:
+        """Submits a request, greedy unless `changes` says otherwise."""
+        fields: dict[str, object] = {"eos_token_ids": [], "sampling": GREEDY, **changes}
+        self.engine.submit(
+            GenerateRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                max_new_tokens=max_new_tokens,
+                **fields,  # type: ignore[arg-type]
+            )
+        )
+
+    def answer(
+        self, request_id: str, until: Callable[[Answer], object] = lambda answer: answer.end
+    ) -> Answer:
+        """Waits until a request has ended, or until what `until` says. Raises queue.Empty after a minute."""
+        while not until(self._answers.setdefault(request_id, Answer())):
+            self._take(self.messages.get(timeout=TIMEOUT_S))
+        return self._answers[request_id]
+
+    def wait_idle(self) -> None:
+        """Waits until everything submitted has been carried out and nothing runs."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.engine.idle_s == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def no_more_messages(self) -> bool:
+        """Whether nothing came that was not asked for; call it when idle."""
+        return self.messages.empty()
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case TokenChunk(request_id=request_id, token_ids=token_ids):
+                self._answers.setdefault(request_id, Answer()).token_ids += token_ids
+            case PrefillProgress(request_id=request_id, num_prefilled=num_prefilled):
+                self._answers.setdefault(request_id, Answer()).prefilled.append(num_prefilled)
+            case RequestFinished() | RequestFailed():
+                answer = self._answers.setdefault(message.request_id, Answer())
+                assert answer.end is None, "a request ends once"
+                answer.end = message
+            case _:
+                raise AssertionError(message)
+
+    def close(self) -> None:
+        """Ends all threads."""
+        self.gate.set()
+        self.engine.stop()
+        for worker in self._workers.values():
+            worker.stop()
+        self.device.close()
+        self._pool.close()
+
+
+@contextmanager
+def running_engine(path: Path, **settings: Any) -> Iterator[RunningEngine]:
+    """An engine with its workers attached, ended afterwards. `settings` are those of `RunningEngine`."""
+    running = RunningEngine(path, **settings)
+    running.engine.start()
+    try:
+        running.attach_all()
+        yield running
+    finally:
+        running.close()
+
+
+class _Worker:
+    """The other end of a ring, served by a thread."""
+
+    def __init__(
+        self, purpose: str, incarnation: str, shape: RingShape, work: Callable[[Arrays], None]
+    ) -> None:
+        self.client = RingClient(shape, purpose, incarnation, spin_s=0)
+        self._server = RingServer(shape, self.client.descriptor, spin_s=0)
+        self._thread = threading.Thread(target=self._server.serve, args=(work,), name=purpose, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.stop()
+        self._thread.join(TIMEOUT_S)
+        self._server.close()

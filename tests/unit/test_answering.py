@@ -1,0 +1,212 @@
+"""One request through the gateway in this process, where a real gpu_worker could not be made to do this."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from shared.errors import WorkerFailedError
+from shared.messages import TokenChunk
+from shared.run_directory import Role
+from tests.support.gateway_parts import InProcess, failed, gateway
+
+ASK = {"prompt": "a", "max_tokens": 5}
+
+
+async def ask(running: InProcess, body: dict[str, Any]) -> aiohttp.ClientResponse:
+    return await running.client.post("/v1/completions", json=body)
+
+
+async def waiting(running: InProcess, number: int) -> None:
+    """Returns once so many requests wait for their turn."""
+    while running.services.admission.num_waiting != number:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
+
+
+async def events_of(response: aiohttp.ClientResponse) -> list[Any]:
+    text = (await response.read()).decode()
+    payloads = [block.removeprefix("data: ") for block in text.split("\n\n") if block.startswith("data: ")]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+async def test_a_failure_before_the_first_byte_is_a_status() -> None:
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK))
+        request = await running.workers.requests.get()
+        running.say(failed(request.request_id, "step_stalled"))
+        response = await asking
+        assert response.status == 503
+        assert response.headers["Retry-After"]
+        assert (await response.json())["error"]["code"] == "step_stalled"
+
+
+async def test_a_failure_after_it_is_an_event() -> None:
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        request = await running.workers.requests.get()
+        running.say(TokenChunk(request_id=request.request_id, token_ids=[ord("x")]))
+        running.say(failed(request.request_id))
+        first, failure, done = await events_of(await asking)
+        assert first["choices"][0]["text"] == "x"
+        assert failure["error"]["code"] == "worker_failed"
+        assert request.request_id in failure["error"]["message"]
+        assert done == "[DONE]"
+
+
+async def test_an_unexpected_error_in_a_stream_is_an_event_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another response in the middle of this one would be noise; the log has what happened."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a slip")
+
+    monkeypatch.setattr("gateway.api.completions.CompletionShape.piece", broken)
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        running.answer(await running.workers.requests.get(), "xyz")
+        failure, done = await events_of(await asking)
+        assert failure["error"]["code"] == "internal_error"
+        assert "a slip" not in failure["error"]["message"]
+        assert done == "[DONE]"
+        assert running.services.admission.is_idle
+    assert "a slip" in caplog.text
+
+
+async def test_a_request_waits_for_a_worker_that_is_restarted_in_its_turn() -> None:
+    """It was accepted, so it is served once it can be."""
+    async with gateway(parallel=1) as running:
+        first = asyncio.ensure_future(ask(running, ASK))
+        request = await running.workers.requests.get()
+        second = asyncio.ensure_future(ask(running, ASK))
+        await waiting(running, 1)
+        running.lose_gpu_worker()
+        assert (await first).status == 503
+        refused = await ask(running, ASK)
+        assert (refused.status, (await refused.json())["error"]["code"]) == (503, "model_loading")
+        assert running.workers.requests.empty()
+        running.find_gpu_worker()
+        request = await running.workers.requests.get()
+        running.answer(request, "ab")
+        assert (await (await second).json())["choices"][0]["text"] == "ab"
+
+
+async def test_the_next_request_runs_while_the_last_answer_is_still_being_sent() -> None:
+    """The worker's last word gives the place back, though nobody has read it yet."""
+    async with gateway(parallel=1) as running:
+        running.client.session.headers["Connection"] = "close"
+        first = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        request = await running.workers.requests.get()
+        second = asyncio.ensure_future(ask(running, ASK))
+        await waiting(running, 1)
+        running.answer(request, "ab")
+        assert running.services.admission.num_running == 1
+        assert running.services.admission.num_waiting == 0
+        running.answer(await running.workers.requests.get(), "cd")
+        assert (await second).status == (await first).status == 200
+
+
+async def test_defaults_come_from_the_settings_and_limits_from_the_context() -> None:
+    settings = {"temperature": 0.25, "top_k": 7, "top_p": 0.5, "min_p": 0.125, "seed": 99, "max_new": 9}
+    async with gateway(**settings, eos_ids=(3, 2)) as running:
+
+        async def asked(**fields: Any) -> Any:
+            asking = asyncio.ensure_future(ask(running, {"prompt": "abc"} | fields))
+            request = await running.workers.requests.get()
+            running.answer(request, "x")
+            await asking
+            return request
+
+        request = await asked()
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.25, 7, 0.5, 0.125)
+        assert (sampling.seed, request.max_new_tokens, request.eos_token_ids) == (99, 9, [2, 3])
+        zeros = await asked(temperature=0, top_k=0, min_p=0, seed=0, max_tokens=4)
+        assert (zeros.sampling.temperature, zeros.sampling.top_k, zeros.sampling.seed) == (0, 0, 0)
+        assert zeros.max_new_tokens == 4
+        assert (await asked(max_tokens=10_000)).max_new_tokens == 9
+        for seed in (-1, 2**63, 10**40):
+            assert 0 <= (await asked(seed=seed)).sampling.seed < 2**63
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, {"prompt": "abc", "max_tokens": 10_000}))
+        request = await running.workers.requests.get()
+        assert request.max_new_tokens == 64 - 3
+        running.answer(request, "x")
+        await asking
+
+
+async def test_without_a_seed_every_request_draws_its_own() -> None:
+    async with gateway() as running:
+        seeds = set()
+        for _ in range(3):
+            asking = asyncio.ensure_future(ask(running, ASK))
+            request = await running.workers.requests.get()
+            seeds.add(request.sampling.seed)
+            running.answer(request, "x")
+            await asking
+        assert len(seeds) == 3
+
+
+async def test_the_stager_hears_of_a_prompt_before_the_gpu_worker_and_is_told_to_forget_it() -> None:
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK))
+        running.answer(await running.workers.requests.get(), "x")
+        await asking
+        kinds = [type(message).__name__ for _, message in running.workers.posted]
+        assert kinds == ["StagePrompt", "GenerateRequest", "ForgetPrompt"]
+
+
+async def test_a_chat_needs_a_template() -> None:
+    async with gateway() as running:
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        response = await running.client.post("/v1/chat/completions", json=body)
+        assert response.status == 400
+        assert "tokenizer.chat_template" in (await response.json())["error"]["message"]
+
+
+async def test_while_the_tokenizer_loads_requests_are_told_to_come_back() -> None:
+    async with gateway() as running:
+        running.services.text = None
+        for path in ("/v1/completions", "/tokenize"):
+            response = await running.client.post(path, json={"prompt": "a"})
+            assert (response.status, (await response.json())["error"]["code"]) == (503, "model_loading")
+        health = await (await running.client.get("/health")).json()
+        assert (health["status"], health["loaded"]) == ("loading", False)
+        assert (await running.client.get("/readyz")).status == 503
+
+
+async def test_health_says_recovering_whoever_was_lost() -> None:
+    """Not "loading", which would look like the first start."""
+    async with gateway() as running:
+        stager, gpu_worker = (running.engine.peers[role] for role in (Role.STAGER, Role.GPU_WORKER))
+        stager.num_losses = 1
+        gpu_worker.heartbeat = None
+        running.engine.peer_lost(stager, "its process died")
+        health = await (await running.client.get("/health")).json()
+        assert (health["status"], health["loaded"]) == ("recovering", False)
+
+
+async def test_at_the_end_of_a_drain_who_waits_is_told() -> None:
+    """In the queue, and in the wait for a worker that is being restarted."""
+    async with gateway(parallel=1) as running:
+        services = running.services
+        first = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        await running.workers.requests.get()
+        second = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        third = asyncio.ensure_future(ask(running, ASK))
+        await waiting(running, 2)
+        running.lose_gpu_worker()
+        await waiting(running, 1)
+        services.admission.dismiss()
+        services.engine.stop(WorkerFailedError("the server is stopping", code="draining"))
+        *_, failure, _ = await events_of(await first)
+        assert failure["error"]["code"] == "worker_failed"
+        failure, _ = await events_of(await second)
+        assert failure["error"]["code"] == "draining"
+        response = await third
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
+        refused = await ask(running, ASK)
+        assert (refused.status, (await refused.json())["error"]["code"]) == (503, "draining")
+        assert services.admission.is_idle

@@ -1,0 +1,89 @@
+"""What is measured: names, units, counts, and the gauges of processes that come and go."""
+
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway import metrics as module
+from gateway.metrics import Metrics
+from shared.link import PeerState
+from shared.messages import Heartbeat
+from shared.run_directory import Role
+from tests.support.gateway_parts import InProcess, gateway
+
+
+def samples(running: InProcess) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    body, content_type = running.services.metrics.exposition()
+    assert content_type.startswith("text/plain")
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+def gauge(running: InProcess, name: str, **labels: str) -> float | None:
+    return samples(running).get((name, frozenset(labels.items())))
+
+
+@pytest.mark.parametrize("buckets", [module._TTFT_BUCKETS, module._GAP_BUCKETS, module._REQUEST_BUCKETS])
+def test_buckets_rise(buckets: tuple[float, ...]) -> None:
+    assert list(buckets) == sorted(set(buckets))
+
+
+async def test_a_process_is_in_one_state() -> None:
+    async with gateway() as running:
+        peer = running.engine.peers[Role.STAGER]
+        for state, beat in (
+            ("absent", None),
+            ("starting", Heartbeat(state="starting", activity="a", progress=0, gauges={})),
+            ("ready", Heartbeat(state="ready", activity="a", progress=1, gauges={"cpu_seconds": 1.5})),
+        ):
+            peer.heartbeat = beat
+            states = {
+                dict(labels)["state"]: value
+                for (name, labels), value in samples(running).items()
+                if name == "strata_process_state" and dict(labels)["process"] == "stager"
+            }
+            assert [name for name, value in states.items() if value] == [state]
+        assert gauge(running, "strata_process_cpu_seconds", process="stager") == 1.5
+        assert gauge(running, "strata_process_cpu_seconds", process="gateway") is not None
+
+
+async def test_a_lost_process_has_no_gauges_but_its_losses() -> None:
+    async with gateway() as running:
+        running.lose_gpu_worker()
+        assert gauge(running, "strata_process_losses", process="gpu_worker") == 1
+        assert gauge(running, "strata_process_losses", process="stager") == 0
+        assert gauge(running, "strata_heartbeat_age_seconds", process="gpu_worker") is None
+        assert running.engine.peers[Role.GPU_WORKER].state is PeerState.ABSENT
+
+
+async def test_places_and_queue_are_read_at_the_moment_of_the_scrape() -> None:
+    async with gateway(parallel=1) as running:
+        admission = running.services.admission
+        async with admission.enter(), admission.enter():
+            assert gauge(running, "strata_num_requests_running", model_name="tiny") == 1
+            assert gauge(running, "strata_num_requests_waiting", model_name="tiny") == 1
+        assert gauge(running, "strata_num_requests_running", model_name="tiny") == 0
+
+
+def test_failures_are_counted_by_code() -> None:
+    metrics = Metrics("m")
+    for code in ("a", "b", "a"):
+        metrics.failed(code)
+    metrics.ignored_fields(3)
+    value = metrics.registry.get_sample_value
+    assert value("strata_request_failure_total", {"model_name": "m", "code": "a"}) == 2
+    assert value("strata_request_ignored_fields_total", {"model_name": "m"}) == 3
+
+
+async def test_every_name_says_its_unit_and_is_ours() -> None:
+    async with gateway() as running:
+        body, _ = running.services.metrics.exposition()
+        for family in text_string_to_metric_families(body.decode()):
+            assert family.name.startswith("strata_")
+            assert family.documentation
+            for sample in family.samples:
+                assert math.isfinite(sample.value)

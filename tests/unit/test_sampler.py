@@ -1,0 +1,130 @@
+"""Which tokens may be drawn, with which probability, and that a seed decides which is."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gpu_worker.sampler import Sampler, kept_tokens
+from shared.errors import ModelOutputError
+from shared.messages import Sampling
+
+Logits = NDArray[np.float32]
+
+
+def sampling(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
+) -> Sampling:
+    return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+
+
+def random_logits(size: int, seed: int = 0) -> Logits:
+    return np.random.default_rng(seed).normal(0, 2, size).astype(np.float32)
+
+
+def probabilities_by_definition(logits: Logits, chosen: Sampling) -> dict[int, float]:
+    """Token by token, as the settings are described: temperature, then top-k, then top-p, then min-p."""
+    exact = logits.astype(np.float64) / chosen.temperature
+    ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    ranked = ranked[: chosen.top_k or None]
+    weights = np.exp(exact[ranked] - exact[ranked].max())
+    shares = weights / weights.sum()
+    kept, total = [], 0.0
+    for token, share in zip(ranked, shares, strict=True):
+        if total >= chosen.top_p:
+            break
+        kept.append((token, share))
+        total += share
+    kept = [(token, share) for token, share in kept if share >= chosen.min_p * kept[0][1]]
+    sum_kept = sum(share for _, share in kept)
+    return {token: share / sum_kept for token, share in kept}
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),
+    temperature=st.sampled_from([0.2, 0.7, 1.0, 3.0]),
+    top_k=st.integers(0, 50),
+    top_p=st.sampled_from([0.001, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+def test_kept_tokens(values: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Any combination of limits; ties in plenty."""
+    logits = np.array(values, np.float32)
+    chosen = sampling(temperature, top_k, top_p, min_p)
+    expected = probabilities_by_definition(logits, chosen)
+    token_ids, probabilities = kept_tokens(logits, chosen)
+    shares = dict(zip(token_ids.tolist(), (probabilities / probabilities.sum()).tolist(), strict=True))
+    # A sum that meets top_p but for rounding may take one token more or less.
+    if shares.keys() == expected.keys():
+        assert shares == pytest.approx(expected)
+    else:
+        assert len(shares.keys() ^ expected.keys()) == 1
+
+
+def test_limits_one_by_one() -> None:
+    """On a distribution with round numbers."""
+    logits = np.log(np.array([0.05, 0.5, 0.25, 0.2], np.float32))
+    assert kept_tokens(logits, sampling(top_k=2))[0].tolist() == [1, 2]
+    assert kept_tokens(logits, sampling(top_p=0.6))[0].tolist() == [1, 2]
+    assert kept_tokens(logits, sampling(min_p=0.45))[0].tolist() == [1, 2]
+    assert kept_tokens(logits, sampling(top_p=0.0001))[0].tolist() == [1]
+    assert kept_tokens(logits, sampling(min_p=1.0))[0].tolist() == [1]
+    assert kept_tokens(logits, sampling(top_k=100))[0].tolist() == [1, 2, 3, 0]
+
+
+def test_equal_logits_are_kept_in_the_order_of_their_ids() -> None:
+    """Otherwise a seed would not decide which is drawn."""
+    logits = np.zeros(1000, np.float32)
+    assert kept_tokens(logits, sampling(top_k=5))[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_greedy() -> None:
+    """Whatever else is set; the first of equals."""
+    logits = np.array([1, 3, 3, 2], np.float32)
+    assert Sampler(sampling(temperature=0, top_k=1, top_p=0.1, min_p=1.0)).choose(logits) == 1
+
+
+def test_small_temperature_is_nearly_greedy() -> None:
+    """And overflows nothing."""
+    logits = random_logits(1000) * 1000
+    assert Sampler(sampling(temperature=1e-4)).choose(logits) == logits.argmax()
+
+
+def test_same_seed_same_tokens() -> None:
+    """The generator is the request's own and goes on from token to token."""
+    rows = [random_logits(300, seed) for seed in range(30)]
+    first, second, other = (Sampler(sampling(seed=seed)) for seed in (7, 7, 8))
+    drawn = [first.choose(row) for row in rows]
+    assert drawn == [second.choose(row) for row in rows]
+    assert drawn != [other.choose(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [sampling(), sampling(temperature=0.5), sampling(top_k=7), sampling(2.0, 20, 0.8, 0.05)],
+    ids=str,
+)
+def test_draws_follow_the_probabilities(chosen: Sampling) -> None:
+    """A chi-square test with 20 000 draws: 5 standard deviations above its mean would be a fault."""
+    logits, num_draws = random_logits(30), 20_000
+    expected = probabilities_by_definition(logits, chosen)
+    sampler = Sampler(chosen)
+    counts = np.bincount([sampler.choose(logits) for _ in range(num_draws)], minlength=len(logits))
+    assert set(np.flatnonzero(counts)) <= expected.keys()
+    wanted = np.array([expected.get(token, 0.0) for token in range(len(logits))]) * num_draws
+    is_common = wanted >= 5
+    chi_square = ((counts - wanted)[is_common] ** 2 / wanted[is_common]).sum()
+    freedom = is_common.sum() - 1
+    assert chi_square <= freedom + 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite(bad: float, temperature: float) -> None:
+    """A broken model is told from one that likes a token."""
+    logits = random_logits(50)
+    logits[[3, 4]] = bad
+    with pytest.raises(ModelOutputError, match="2 logits that are not finite"):
+        Sampler(sampling(temperature=temperature)).choose(logits)

@@ -1,0 +1,86 @@
+"""One request in the gpu_worker: its windows of token ids, how far it is, why it ends, where time went."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_worker.sampler import Sampler
+from gpu_worker.sequence import Clock, Sequence
+from shared.messages import GenerateRequest, Sampling
+
+SAMPLING = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+def sequence(prompt: list[int], generated: list[int] | None = None, max_new_tokens: int = 3) -> Sequence:
+    request = GenerateRequest(
+        request_id="a",
+        prompt_token_ids=prompt,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=[7, 8],
+        sampling=SAMPLING,
+    )
+    return Sequence(request, Sampler(SAMPLING), Clock(0.0), [*prompt, *(generated or [])])
+
+
+def test_windows_at_the_start() -> None:
+    """Own id first, then backwards; nothing before the first token."""
+    windows = sequence([5, 6, 9]).windows(0, 3, 3)
+    assert windows.dtype == np.int32
+    assert windows.tolist() == [[5, -1, -1], [6, 5, -1], [9, 6, 5]]
+
+
+@settings(deadline=None)
+@given(
+    token_ids=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20),
+    start=st.integers(0, 19),
+    size=st.integers(1, 20),
+    ngram_size=st.integers(2, 5),
+)
+def test_windows_anywhere(token_ids: list[int], start: int, size: int, ngram_size: int) -> None:
+    """A chunk's windows reach back over what came before it."""
+    start = min(start, len(token_ids) - 1)
+    stop = min(start + size, len(token_ids))
+    expected = [
+        [token_ids[place - back] if place >= back else -1 for back in range(ngram_size)]
+        for place in range(start, stop)
+    ]
+    assert sequence(token_ids).windows(start, stop, ngram_size).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("generated", "max_new_tokens", "reason"),
+    [
+        ([], 3, None),
+        ([1, 2], 3, None),
+        ([1, 2, 3], 3, "length"),
+        ([1, 7], 3, "stop"),
+        ([1, 2, 8], 3, "stop"),
+        ([7, 1], 3, None),
+        ([], 0, "length"),
+    ],
+)
+def test_finish_reason(generated: list[int], max_new_tokens: int, reason: str | None) -> None:
+    """An end-of-text token wins over the limit it just meets; one in the prompt ends nothing."""
+    assert sequence([1, 7], generated, max_new_tokens).finish_reason == reason
+
+
+def test_before_the_first_step() -> None:
+    """There is no state, so nothing is computed."""
+    fresh = sequence([1, 2, 3])
+    assert (fresh.num_computed, fresh.is_prefilling) == (0, True)
+    assert (fresh.num_prompt_tokens, fresh.num_output_tokens) == (3, 0)
+
+
+def test_timings() -> None:
+    """Queue, prompt and answer add up to the whole."""
+    clock = Clock(arrived_at=10.0, started_at=12.0, first_token_at=15.0, ngram_wait_s=0.5, expert_wait_s=0.25)
+    timings = clock.timings(now=21.0)
+    assert (timings.queue_s, timings.prefill_s, timings.decode_s) == (2.0, 3.0, 6.0)
+    assert (timings.ngram_wait_s, timings.expert_wait_s) == (0.5, 0.25)
+
+
+def test_timings_of_a_request_that_never_began() -> None:
+    """All its time was spent waiting."""
+    timings = Clock(arrived_at=10.0).timings(now=14.0)
+    assert (timings.queue_s, timings.prefill_s, timings.decode_s) == (4.0, 0.0, 0.0)
