@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from shared.errors import UnsupportedModelError
-from shared.gguf.file import MetadataValue
+from shared.gguf.file import MetadataValue, StringArray
 from shared.gguf.model import GGUFModel
 
 ARCHITECTURE = "qwen4exp"
@@ -254,7 +254,7 @@ class _Reader:
                 f"{self._model.path}: {name} has shape {shape}, expected (vocabulary, {hidden})"
             )
         tokens = self._metadata.get("tokenizer.ggml.tokens")
-        if isinstance(tokens, list) and len(tokens) > shape[0]:
+        if isinstance(tokens, StringArray) and len(tokens) > shape[0]:
             raise UnsupportedModelError(
                 f"{self._model.path}: tokenizer.ggml.tokens lists {len(tokens)} tokens, "
                 f"but {name} has only {shape[0]} rows"

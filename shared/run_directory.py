@@ -31,6 +31,9 @@ _MAX_DIRECTORY_BYTES = 80
 _OUR_SUFFIXES = (".lock", ".sock", ".url", ".logits")
 _MAX_ATTEMPTS = 100
 
+LOOK_INTERVAL_S = 0.1
+"""How often whoever depends on a role looks whether it lives, in seconds."""
+
 
 class Role(StrEnum):
     """The parts a process can play in a stack."""

@@ -9,7 +9,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from shared.errors import ModelFileError, UnsupportedModelError
 from shared.gguf.types import TensorType, tensor_type
-
-MetadataValue = int | float | bool | str | list[str] | NDArray[np.generic]
 
 _MAGIC = b"GGUF"
 _SUPPORTED_VERSIONS = (2, 3)
@@ -41,6 +39,35 @@ _SCALARS: dict[int, np.dtype[np.generic]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+class StringArray:
+    """An array of strings in the metadata, decoded when it is read: a vocabulary has hundreds of thousands,
+    and of the four processes only the gateway wants them."""
+
+    def __init__(self, path: Path, key: str, mapping: mmap.mmap, start: int, count: int) -> None:
+        self._path = path
+        self._key = key
+        self._map = mapping
+        self._start = start
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        """The strings in order. Raises ModelFileError for one that is not UTF-8."""
+        at = self._start
+        for _ in range(self._count):
+            start = at + 8
+            at = start + _LENGTH.unpack_from(self._map, at)[0]
+            yield _text(self._map[start:at], self._path, f"an element of {self._key}")
+
+
+MetadataValue = int | float | bool | str | StringArray | NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +246,13 @@ def _read_tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, in
     return name, tuple(reversed(dimensions)), type_id, cursor.integer("<Q", f"the offset of {name}")
 
 
+def _text(encoded: bytes, path: Path, what: str) -> str:
+    try:
+        return encoded.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ModelFileError(f"{path}: {what} is not valid UTF-8: {encoded[:40]!r}") from None
+
+
 class _Cursor:
     """Reads little-endian values from the mapping in order, and refuses to pass its end."""
 
@@ -249,7 +283,7 @@ class _Cursor:
 
     def string(self, what: str) -> str:
         length = self.integer("<Q", f"the length of {what}")
-        return self._text(self.take(length, what), what)
+        return _text(self.take(length, what), self.path, what)
 
     def value(self, key: str) -> MetadataValue:
         value_type = self.integer("<I", f"the type of {key}")
@@ -268,22 +302,18 @@ class _Cursor:
             self._strings(count, key) if element_type == _STRING else self._numbers(element_type, count, key)
         )
 
-    def _strings(self, count: int, key: str) -> list[str]:
+    def _strings(self, count: int, key: str) -> "StringArray":
         # The loop runs half a million times for a large vocabulary: local names, no helper calls.
         mapping, size, at = self._map, self._size, self.at
-        unpack = struct.Struct("<Q").unpack_from
-        texts: list[bytes] = []
-        append: Callable[[bytes], None] = texts.append
+        unpack = _LENGTH.unpack_from
         for _ in range(count):
             if at + 8 > size:
                 raise self._truncated(f"an element of {key}", at)
-            start = at + 8
-            at = start + unpack(mapping, at)[0]
+            at += 8 + unpack(mapping, at)[0]
             if at > size:
-                raise self._truncated(f"an element of {key}", start)
-            append(mapping[start:at])
-        self.at = at
-        return [self._text(text, key) for text in texts]
+                raise self._truncated(f"an element of {key}", self.at)
+        start, self.at = self.at, at
+        return StringArray(self.path, key, mapping, start, count)
 
     def _numbers(self, value_type: int, count: int, key: str) -> NDArray[np.generic]:
         kind = _SCALARS.get(value_type)
@@ -292,12 +322,6 @@ class _Cursor:
                 f"{self.path}: {key} has the value type {value_type}, which is not supported"
             )
         return np.frombuffer(self.take(count * kind.itemsize, key), kind)
-
-    def _text(self, encoded: bytes, what: str) -> str:
-        try:
-            return encoded.decode("utf-8")
-        except UnicodeDecodeError:
-            raise ModelFileError(f"{self.path}: {what} is not valid UTF-8: {encoded[:40]!r}") from None
 
     def _require(self, count: int, what: str) -> None:
         if self.at + count > self._size:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared import link
+from shared.link import transport
 from shared.config import CommonConfig
 from shared.errors import ProtocolError, StartError
 from shared.link import LinkServer, PeerState
@@ -223,7 +223,7 @@ async def test_a_full_outbox(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a peer does not take is bounded: the sender is told, memory does not grow."""
-    monkeypatch.setattr(link, "_HIGH_WATER_MARK", 3)
+    monkeypatch.setattr(transport, "_HIGH_WATER_MARK", 3)
     gateway, stager = ServerSide(), ClientSide()
     async with server(directory, gateway, MUTE) as server_link, client(directory, stager) as (client_link, _):
         await gateway.until("ready")
