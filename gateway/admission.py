@@ -2,7 +2,8 @@
 
 As many requests run as the gpu_worker computes at once; a bounded number waits in the order of arrival, also
 while a worker is being restarted; more are refused, so that a client learns within a moment that it should
-come back later.
+come back later. A request gives its place back when the gpu_worker is done with it: a client that is slow to
+read its answer keeps nobody waiting.
 """
 
 import asyncio
@@ -19,10 +20,11 @@ _MAX_RETRY_AFTER_S = 120
 
 
 class Place:
-    """One request's place: waiting until `granted`."""
+    """One request's place: waiting until `granted`, running until it is given back."""
 
     def __init__(self) -> None:
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.running_since: float | None = None
 
 
 class Admission:
@@ -33,6 +35,7 @@ class Admission:
         self._queue_size = queue_size
         self._waiting: deque[Place] = deque()
         self._mean_duration_s = _FIRST_GUESS_S
+        self._num_inside = 0
         self.num_running = 0
         self.is_draining = False
 
@@ -43,22 +46,30 @@ class Admission:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody runs or waits."""
-        return self.num_running == 0 and not self._waiting
+        """Whether every request has been answered to its end."""
+        return self._num_inside == 0
 
     def drain(self) -> None:
         """Takes nobody new from now on; who is here may finish."""
         self.is_draining = True
 
+    def dismiss(self) -> None:
+        """Sends away who still waits. Their `granted` raises DrainingError."""
+        self.drain()
+        for place in self._waiting:
+            if not place.granted.done():
+                place.granted.set_exception(_draining_error())
+        self._waiting.clear()
+
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[Place]:
-        """A place for one request, given back when the context is left, in whatever way.
+        """A place for one request, given back when the context is left, in whatever way, if not before.
 
         Raises DrainingError or QueueFullError at once. Otherwise the request may begin when the place is
         granted.
         """
         if self.is_draining:
-            raise DrainingError("the server is stopping and takes no new requests", retry_after_s=5)
+            raise _draining_error()
         place = Place()
         if self.num_running < self._max_running and not self._waiting:
             self._grant(place)
@@ -70,25 +81,38 @@ class Admission:
             )
         else:
             self._waiting.append(place)
-        started = time.monotonic()
+        self._num_inside += 1
         try:
             yield place
         finally:
-            self._leave(place, time.monotonic() - started)
+            self._num_inside -= 1
+            self.give_back(place)
+
+    def give_back(self, place: Place) -> None:
+        """Lets the next request run, while this one perhaps still sends what it has to a slow client. Does
+        nothing the second time."""
+        if place in self._waiting:
+            self._waiting.remove(place)
+        if place.running_since is not None:
+            duration_s = time.monotonic() - place.running_since
+            place.running_since = None
+            self.num_running -= 1
+            self._mean_duration_s += 0.2 * (duration_s - self._mean_duration_s)
+        while self._waiting and self.num_running < self._max_running:
+            successor = self._waiting.popleft()
+            # The request that waits may have been cancelled in this very moment; it is then about to leave.
+            if not successor.granted.done():
+                self._grant(successor)
 
     def _grant(self, place: Place) -> None:
         self.num_running += 1
+        place.running_since = time.monotonic()
         place.granted.set_result(None)
-
-    def _leave(self, place: Place, duration_s: float) -> None:
-        if place in self._waiting:
-            self._waiting.remove(place)
-            return
-        self.num_running -= 1
-        self._mean_duration_s += 0.2 * (duration_s - self._mean_duration_s)
-        while self._waiting and self.num_running < self._max_running:
-            self._grant(self._waiting.popleft())
 
     def _retry_after_s(self) -> int:
         expected_s = self._mean_duration_s * (len(self._waiting) + 1) / self._max_running
-        return min(_MAX_RETRY_AFTER_S, math.ceil(expected_s))
+        return max(1, min(_MAX_RETRY_AFTER_S, math.ceil(expected_s)))
+
+
+def _draining_error() -> DrainingError:
+    return DrainingError("the server is stopping and takes no new requests", retry_after_s=5)

@@ -6,7 +6,7 @@ and are handed to the request they belong to. This module knows messages, not HT
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -40,9 +40,12 @@ Answer = TokenChunk | PrefillProgress | RequestFinished
 class EngineStream:
     """The answers to one request. Leaving the context ends the request, whatever its state."""
 
-    def __init__(self, client: "EngineClient", request: GenerateRequest) -> None:
+    def __init__(
+        self, client: "EngineClient", request: GenerateRequest, on_last_word: Callable[[], None]
+    ) -> None:
         self._client = client
         self._request = request
+        self._on_last_word = on_last_word
         # Bounded by the answer's length: one entry per token at most.
         self._answers: asyncio.Queue[Answer | GenerationError] = asyncio.Queue()
         self._is_over = False
@@ -79,6 +82,8 @@ class EngineStream:
     def put(self, answer: Answer | GenerationError) -> None:
         """Hands an answer to whoever reads the stream."""
         self._answers.put_nowait(answer)
+        if isinstance(answer, RequestFinished | GenerationError):
+            self._on_last_word()
 
 
 class EngineClient:
@@ -89,6 +94,7 @@ class EngineClient:
         self._server = LinkServer(identity, directory, WORKER_ROLES, self, config)
         self._streams: dict[str, EngineStream] = {}
         self._ready = asyncio.Event()
+        self._stop_failure: GenerationError | None = None
         self.max_context = 0
 
     @property
@@ -99,7 +105,7 @@ class EngineClient:
     @property
     def is_ready(self) -> bool:
         """Whether requests can run now."""
-        return self._ready.is_set()
+        return self._ready.is_set() and self._stop_failure is None
 
     @property
     def num_running(self) -> int:
@@ -136,14 +142,20 @@ class EngineClient:
         """Tells the stager that a prompt will not be computed any more."""
         self._server.post(Role.STAGER, ForgetPrompt(request_id=request_id))
 
-    def open(self, request: GenerateRequest) -> EngineStream:
-        """A request, to be entered as a context."""
-        return EngineStream(self, request)
+    def open(self, request: GenerateRequest, on_last_word: Callable[[], None]) -> EngineStream:
+        """A request, to be entered as a context. `on_last_word` is called once the gpu_worker is done with
+        it, well or not, whether or not all its answers have been read."""
+        return EngineStream(self, request, on_last_word)
 
     def begin(self, stream: EngineStream, request: GenerateRequest) -> None:
-        """Sends a request and routes its answers to the stream."""
+        """Sends a request and routes its answers to the stream.
+
+        A gpu_worker that is not ready is not asked: one that still loads would not answer.
+        """
         self._streams[request.request_id] = stream
-        if not self._server.post(Role.GPU_WORKER, request):
+        if self._stop_failure is not None:
+            stream.put(self._stop_failure)
+        elif not self.is_ready or not self._server.post(Role.GPU_WORKER, request):
             stream.put(WorkerFailedError("the gpu_worker is gone; it is being restarted, try again soon"))
 
     def abort(self, request_id: str) -> None:
@@ -157,8 +169,13 @@ class EngineClient:
             self.abort(request_id)
             self.forget(request_id)
 
-    def fail_all(self, failure: GenerationError) -> None:
-        """Ends every running request with an error."""
+    def stop(self, failure: GenerationError) -> None:
+        """Ends every request with an error, those too that wait for the workers or have yet to begin."""
+        self._stop_failure = failure
+        self._ready.set()
+        self._fail_all(failure)
+
+    def _fail_all(self, failure: GenerationError) -> None:
         for stream in list(self._streams.values()):
             stream.put(failure)
 
@@ -179,11 +196,9 @@ class EngineClient:
         self._judge()
         if peer.role is not Role.GPU_WORKER:
             return
-        failure = WorkerFailedError(
-            f"the gpu_worker is lost: {reason}; it is being restarted, try again soon"
+        self._fail_all(
+            WorkerFailedError(f"the gpu_worker is lost: {reason}; it is being restarted, try again soon")
         )
-        for stream in list(self._streams.values()):
-            stream.put(failure)
 
     def message(self, peer: Peer, message: FromConnecting) -> None:
         """Heartbeats change readiness; answers go to their streams."""
@@ -203,6 +218,8 @@ class EngineClient:
 
     def _judge(self) -> None:
         """The stack can compute when the gpu_worker says that it has all it needs."""
+        if self._stop_failure is not None:
+            return
         worker = self.peers[Role.GPU_WORKER]
         is_ready = (
             worker.state is PeerState.READY

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -16,7 +17,7 @@ from gateway.text_model import load_text_model
 from shared.config import GatewayConfig
 from shared.errors import GenerationError, ResourceError
 from shared.model_config import read_model_config
-from shared.process import ProcessContext, ProcessState
+from shared.process import ProcessContext, ProcessState, load_in_thread
 from shared.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Gateway:
                 links = group.create_task(services.engine.run(), name="worker links")
                 try:
                     context.report("loading the tokenizer", 0.5)
-                    services.text = await asyncio.to_thread(load_text_model, context.model)
+                    services.text = await load_in_thread(partial(load_text_model, context.model))
                     context.state = ProcessState.READY
                     context.report("serving", 1.0)
                     await context.drain.wait()
@@ -69,9 +70,8 @@ class Gateway:
                     while not services.admission.is_idle:  # noqa: ASYNC110
                         await asyncio.sleep(_DRAIN_LOOK_INTERVAL_S)
                 finally:
-                    services.admission.drain()
-                    services.engine.fail_all(GenerationError("the server is stopping", code="draining"))
-                    await asyncio.sleep(0)
+                    services.admission.dismiss()
+                    services.engine.stop(GenerationError("the server is stopping", code="draining"))
                     await runner.cleanup()
                     links.cancel()
         finally:

@@ -10,22 +10,18 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from gateway.admission import Place
 from gateway.api.schema import GenerationFields
-from gateway.error_responses import REQUEST_ID_HEADER, error_event
+from gateway.error_responses import REQUEST_ID_HEADER, code_of, error_event
 from gateway.generation import Generation, Outcome
 from gateway.services import REQUEST_ID, SERVICES, Services
 from gateway.sse import EventStream, event_stream
-from shared.errors import (
-    ContextLengthError,
-    GenerationError,
-    InvalidRequestError,
-    NotFoundError,
-    RequestError,
-)
+from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from shared.messages import GenerateRequest, Sampling
 
 _log = logging.getLogger(__name__)
@@ -80,30 +76,25 @@ async def answer(
     services = request.app[SERVICES]
     arrived_at = time.monotonic()
     generate = generate_request(request[REQUEST_ID], prompt.token_ids, body, services)
-    job = _Job(services, prompt, generate, body, shape, arrived_at)
     try:
-        if not services.engine.is_ready:
+        if not services.engine.is_ready and not services.admission.is_draining:
             raise services.engine.not_ready()
         async with services.admission.enter() as place:
+            job = _Job(services, prompt, generate, body, shape, place, arrived_at)
             services.engine.stage(generate.request_id, prompt.token_ids)
             try:
                 if not body.stream:
-                    await place.granted
                     return await job.whole()
                 headers = {REQUEST_ID_HEADER: generate.request_id}
                 interval_s = services.config.keepalive_interval_s
                 async with event_stream(request, headers, interval_s) as stream:
-                    await job.streamed(stream, place.granted)
+                    await job.streamed(stream)
                 return stream.response
             finally:
                 services.engine.forget(generate.request_id)
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, ConnectionError):
         services.metrics.failed("client_closed")
         _log.info("%s: the client left", generate.request_id)
-        raise
-    except (RequestError, GenerationError) as error:
-        services.metrics.failed(error.code or "error")
-        _log.info("%s: failed: %s", generate.request_id, error)
         raise
 
 
@@ -189,6 +180,7 @@ class _Job:
     generate: GenerateRequest
     body: GenerationFields
     shape: Shape
+    place: Place
     arrived_at: float
 
     async def whole(self) -> web.Response:
@@ -201,23 +193,23 @@ class _Job:
             payload | self._usage(generation.outcome) | self._timings(generation.outcome)
         )
 
-    async def streamed(self, stream: EventStream, granted: asyncio.Future[None]) -> None:
+    async def streamed(self, stream: EventStream) -> None:
         """The answer as events. What fails from here on is an event too."""
         try:
-            await self._stream_text(stream, granted)
-        except (RequestError, GenerationError) as error:
-            self.services.metrics.failed(error.code or "error")
-            _log.info("%s: failed: %s", self.generate.request_id, error)
+            await self._stream_text(stream)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            self.services.metrics.failed(code_of(error))
             await stream.send(error_event(error, self.generate.request_id))
         await stream.done()
 
-    async def _stream_text(self, stream: EventStream, granted: asyncio.Future[None]) -> None:
+    async def _stream_text(self, stream: EventStream) -> None:
         # The official format has a null usage on every chunk but the last where usage was asked for.
         filler: dict[str, Any] = {"usage": None} if self.body.wants_usage_chunk else {}
         opening = self.shape.opening()
         if opening is not None:
             await stream.send(opening | filler)
-        await granted
         generation = self._generation()
         async with aclosing(self._text(generation)) as text:
             async for piece in text:
@@ -232,10 +224,12 @@ class _Job:
         return Generation(self.generate, tokenizer, self.body.stop_strings)
 
     async def _text(self, generation: Generation) -> AsyncGenerator[str, None]:
-        """Runs the generation: the pieces of its text. Notes in metrics and log how it ended."""
-        engine = self.services.engine
+        """Runs the generation, in its turn: the pieces of its text. Notes in metrics and log how it ended."""
+        engine, admission = self.services.engine, self.services.admission
+        await self.place.granted
         await engine.wait_ready(_RECOVERY_TIMEOUT_S)
-        async with engine.open(self.generate) as answers, aclosing(generation.text(answers)) as text:
+        answers_of = engine.open(self.generate, partial(admission.give_back, self.place))
+        async with answers_of as answers, aclosing(generation.text(answers)) as text:
             async for piece in text:
                 yield piece
         self.services.metrics.finished(generation, self.arrived_at, self.prompt.tokenize_s)

@@ -7,8 +7,9 @@ is then sent and removed.
 import asyncio
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from gateway.api.answering import generate_request
 from gateway.api.schema import GenerationFields, LogitsRequest, read_body
+from gateway.engine_client import EngineClient
 from gateway.services import REQUEST_ID, SERVICES
 from shared.messages import GenerateRequest, RequestFinished
 
@@ -32,16 +34,14 @@ async def logits(request: web.Request) -> web.StreamResponse:
     async with services.admission.enter() as place:
         await place.granted
         with _temporary_file(services.context.directory.path) as path:
-            await _compute(
-                msgspec.structs.replace(generate, max_new_tokens=0, logits_path=str(path)), request
-            )
+            wanted = msgspec.structs.replace(generate, max_new_tokens=0, logits_path=str(path))
+            await _compute(services.engine, wanted, partial(services.admission.give_back, place))
             return await _send(path, len(body.prompt_token_ids), request)
 
 
-async def _compute(generate: GenerateRequest, request: web.Request) -> None:
-    engine = request.app[SERVICES].engine
+async def _compute(engine: EngineClient, generate: GenerateRequest, on_last_word: Callable[[], None]) -> None:
     engine.stage(generate.request_id, generate.prompt_token_ids)
-    async with engine.open(generate) as answers:
+    async with engine.open(generate, on_last_word) as answers:
         while not isinstance(await answers.next(), RequestFinished):
             continue
 

@@ -6,6 +6,7 @@ all kinds, but logged once and counted.
 
 import json
 import logging
+import re
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from shared.errors import InvalidRequestError
 _log = logging.getLogger(__name__)
 
 _MAX_STOP_STRINGS = 64
+_MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.+)`")
 
 NonEmpty = Annotated[str, Meta(min_length=1)]
 TokenIds = list[Annotated[int, Meta(ge=0)]]
@@ -175,21 +177,23 @@ async def read_body(
     request: web.Request, kind: type[Body], services: Services
 ) -> tuple[Body, dict[str, Any]]:
     """The body as `kind`, and as the plain JSON object it was. Raises InvalidRequestError."""
-    raw = await request.read()
+    try:
+        raw = await request.read()
+    except web.RequestPayloadError as error:
+        # Not what its Content-Encoding says, for example; aiohttp puts a heading in front.
+        reason = str(error).splitlines()[-1].strip()
+        raise InvalidRequestError(f"the body cannot be read: {reason}") from None
     if not raw:
         raise InvalidRequestError("the body is empty; a JSON object is expected")
     try:
         plain = json.loads(raw, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+    except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(plain, dict):
         raise InvalidRequestError(f"the body is a JSON {_json_type(plain)}; a JSON object is expected")
-    try:
-        body = msgspec.convert(plain, kind)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".") or None
-        raise InvalidRequestError(f"{param or 'the body'}: {message}", param=param) from None
+    body = _checked(plain, kind)
     _note_unknown_fields(plain, kind, services)
     return body, plain
 
@@ -202,12 +206,32 @@ def refuse_unsupported(body: GenerationFields) -> None:
     for name, harmless in type(body).unsupported_unless.items():
         value = getattr(body, name)
         if value is not None and value not in harmless:
-            accepted = f"; accepted: {', '.join(json.dumps(entry) for entry in harmless)}" if harmless else ""
+            accepted = "".join(f", or send {json.dumps(entry)}" for entry in harmless)
             raise InvalidRequestError(
-                f"{name} is not supported by this version of Strata{accepted}, or leave it out",
+                f"{name} is not supported by this version of Strata; leave it out{accepted}",
                 param=name,
                 code="unsupported_parameter",
             )
+
+
+def _checked(plain: dict[str, Any], kind: type[Body]) -> Body:
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except UnicodeEncodeError as error:
+        # Of a string where something else belongs: msgspec looks at it as UTF-8.
+        raise InvalidRequestError(f"a string in the body is no text: {error.reason}") from None
+
+
+def _invalid_field(message: str) -> InvalidRequestError:
+    """From msgspec's message, which ends with the path of the field, or names one that is missing there."""
+    reason, _, path = message.partition(" - at `$")
+    param = path.rstrip("`").lstrip(".")
+    if missing := _MISSING_FIELD.fullmatch(reason):
+        param = f"{param}.{missing['name']}".lstrip(".")
+        reason = "this field is required"
+    return InvalidRequestError(f"{param or 'the body'}: {reason}", param=param or None)
 
 
 def _note_unknown_fields(plain: dict[str, Any], kind: type[Struct], services: Services) -> None:

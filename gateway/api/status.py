@@ -9,7 +9,6 @@ from aiohttp import web
 from gateway.services import SERVICES, Services
 from shared.link import Peer
 from shared.messages import Heartbeat
-from shared.run_directory import Role
 
 
 async def health(request: web.Request) -> web.Response:
@@ -63,7 +62,8 @@ def _status(services: Services) -> str:
         return "draining"
     if services.is_loaded:
         return "ok"
-    return "loading" if services.engine.peers[Role.GPU_WORKER].num_losses == 0 else "recovering"
+    has_lost_one = any(peer.num_losses for peer in services.engine.peers.values())
+    return "recovering" if has_lost_one else "loading"
 
 
 def _progress(services: Services) -> dict[str, Any]:

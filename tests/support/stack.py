@@ -53,7 +53,7 @@ def strata_command() -> str:
     return command
 
 
-def wait_for(condition: Callable[[], Found], timeout_s: float, what: str) -> Found:
+def wait_for(condition: Callable[[], Found | None], timeout_s: float, what: str) -> Found:
     """The condition's value once it is true. Fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):

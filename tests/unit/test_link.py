@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.link import transport
 from shared.config import CommonConfig
 from shared.errors import ProtocolError, StartError
-from shared.link import LinkServer, PeerState
+from shared.link import LinkServer, PeerState, transport
 from shared.messages import (
     ForgetPrompt,
     Hello,
