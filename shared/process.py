@@ -23,9 +23,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
-import psutil
 import uvloop
 
 from shared.config import PROCESS_CONFIGS, CommonConfig
@@ -74,7 +74,6 @@ class ProcessContext(Generic[AnyConfig]):
     progress: float = 0.0
     # Set by SIGTERM: finish and leave.
     drain: asyncio.Event = field(default_factory=asyncio.Event)
-    _cpu_times: psutil.Process = field(default_factory=psutil.Process)
 
     def report(self, activity: str, progress: float) -> None:
         """Says what start-up work is being done and how far it is, from 0 to 1. Called from any thread."""
@@ -84,11 +83,24 @@ class ProcessContext(Generic[AnyConfig]):
         """The sign of life to send now."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         gauges = {
-            "resident_memory_bytes": float(self._cpu_times.memory_info().rss),
+            **_resident_memory(),
             "cpu_seconds": usage.ru_utime + usage.ru_stime,
             "major_faults": float(usage.ru_majflt),
         }
         return Heartbeat(state=self.state, activity=self.activity, progress=self.progress, gauges=gauges)
+
+
+def _resident_memory() -> dict[str, float]:
+    """This process's resident memory: its own, and the part of the model file it has touched.
+
+    Pages of the file are shared by all processes and given back when memory is short, so they are told apart.
+    """
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {name: float(status[name].split()[0]) for name in ("VmRSS", "RssFile")}
+    return {
+        "resident_memory_bytes": 1024 * kib["VmRSS"],
+        "resident_file_bytes": 1024 * kib["RssFile"],
+    }
 
 
 def run_process(

@@ -50,6 +50,10 @@ class GenerationFields(Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    typical_p: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
     # Accepted and of no effect on the answer.
     user: str | None = None
 
@@ -59,6 +63,10 @@ class GenerationFields(Struct, kw_only=True):
         "frequency_penalty": (0,),
         "repetition_penalty": (1,),
         "logit_bias": ({},),
+        "typical_p": (1,),
+        "ignore_eos": (False,),
+        "min_tokens": (0,),
+        "stop_token_ids": ([],),
     }
 
     @property
@@ -104,7 +112,10 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -116,7 +127,10 @@ class ChatRequest(GenerationFields, kw_only=True):
         "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
+        "structured_outputs": (),
     }
 
     @property

@@ -107,4 +107,5 @@ def _describe(heartbeat: Heartbeat, pid: int, incarnation: str) -> dict[str, Any
         "pid": pid,
         "incarnation": incarnation,
         "resident_memory_bytes": int(heartbeat.gauges.get("resident_memory_bytes", 0)),
+        "resident_file_bytes": int(heartbeat.gauges.get("resident_file_bytes", 0)),
     }

@@ -77,7 +77,7 @@ async def _until_ready_and_on(supervisor: Supervisor, progress: ProgressLine, st
 
 def _greeting(health: dict[str, Any], url: str, seconds: float) -> str:
     resident = ", ".join(
-        f"{name} {process['resident_memory_bytes'] / 2**20:.0f} MiB"
+        f"{name} {_memory(process)}"
         for name, process in health["processes"].items()
         # The gpu_worker may know a worker that the gateway has not heard of yet.
         if "resident_memory_bytes" in process
@@ -87,8 +87,13 @@ def _greeting(health: dict[str, Any], url: str, seconds: float) -> str:
         [
             f"{health['model']} is served at {url} ({health['max_context']} tokens of context, "
             f"ready after {seconds:.1f} s)",
-            f"resident memory: {resident}",
+            f"resident memory, own + of files: {resident}",
             "talk to it with `strata chat`, or:",
             f"  curl {url}/v1/chat/completions -d '{question}'",
         ]
     )
+
+
+def _memory(process: dict[str, Any]) -> str:
+    resident, of_files = process["resident_memory_bytes"], process["resident_file_bytes"]
+    return f"{(resident - of_files) / 2**20:.0f} + {of_files / 2**20:.0f} MiB"
