@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+import yaml
 
 ROLES = ("gateway", "gpu_worker", "cpu_worker", "stager")
 WORKERS = ROLES[1:]
@@ -44,6 +45,19 @@ Found = TypeVar("Found")
 started: list["Stack"] = []
 # What tests measured on the way, for the summary at the end: name and seconds.
 measurements: list[tuple[str, float]] = []
+
+
+def compose_service(role: str) -> dict[str, Any]:
+    """A service of docker-compose.yml, its variables replaced by their defaults; the compile cache, a volume
+    there, is this machine's own."""
+    text = (Path(__file__).parents[2] / "docker-compose.yml").read_text(encoding="utf-8")
+    service: dict[str, Any] = yaml.safe_load(text)["services"][role]
+    environment = {
+        name: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", str(value))
+        for name, value in service["environment"].items()
+        if name != "STRATA_CACHE_DIR"
+    }
+    return service | {"environment": environment}
 
 
 def strata_command() -> str:
@@ -135,9 +149,14 @@ class Stack:
         return self.launch(strata_command(), "serve", *defaults, *flags, environment=environment)
 
     def start_alone(self, role: str, *flags: str) -> subprocess.Popen[bytes]:
-        """One process without a supervisor, as a container runs it."""
-        environment = {"STRATA_RUN_DIR": str(self.run_dir), "STRATA_LOG_LEVEL": "info"}
-        return self.launch(sys.executable, "-m", role, *flags, environment=environment)
+        """One process without a supervisor: the command and the environment of its compose service, but for
+        the places that only a container has."""
+        service = compose_service(role)
+        command = [sys.executable, *service["command"][1:]]
+        here = {"STRATA_RUN_DIR": str(self.run_dir), "STRATA_LOG_LEVEL": "info"}
+        if role == "gateway":
+            here["STRATA_HOST"] = "127.0.0.1"
+        return self.launch(*command, *flags, environment=service["environment"] | here)
 
     @property
     def supervisor(self) -> subprocess.Popen[bytes]:
