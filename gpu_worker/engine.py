@@ -4,7 +4,8 @@ It owns the sequences, the model's state and the rings to the other workers; nob
 Commands come in by a queue from the event loop, answers leave by `post`, which hands them to the event loop.
 
 A step that fails takes its sequences with it, since their state is then half-advanced; the others go on. When
-a worker is lost every request fails: all of them need it.
+a worker is lost every request fails: all of them need it. A failure in the engine itself ends the thread, and
+with it the process, which is then started anew.
 """
 
 import logging
@@ -12,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,9 +94,12 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_busy = time.monotonic()
         self.num_steps = 0
+        # Done when the thread has ended; carries the failure that ended it, if one did.
+        self.ended: Future[None] = Future()
 
     def start(self) -> None:
         """Starts the thread."""
+        self.ended.set_running_or_notify_cancel()
         self._thread.start()
 
     def submit(self, command: Command) -> None:
@@ -124,15 +129,21 @@ class Engine:
         return self._scheduler.num_waiting
 
     def _run(self) -> None:
-        is_running = True
-        while is_running:
-            is_running = self._take_commands()
-            works = self._scheduler.schedule()
-            if works:
-                self._step(works)
-        self._fail_all(WorkerFailedError("the gpu_worker is stopping"))
-        for ring in self._rings.values():
-            ring.close()
+        try:
+            while self._take_commands():
+                # Nothing here keeps the step's sequences: their memory is free when they have ended.
+                self._step(self._scheduler.schedule())
+            self._fail_all(WorkerFailedError("the gpu_worker is stopping"))
+        except BaseException as error:
+            try:
+                self._fail_all(WorkerFailedError("the gpu_worker failed; try again soon"))
+            finally:
+                self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+        finally:
+            for ring in self._rings.values():
+                ring.close()
 
     def _take_commands(self) -> bool:
         """Carries out what is queued; sleeps where there is neither a command nor a sequence."""
@@ -187,7 +198,6 @@ class Engine:
         self._scheduler.add(
             Sequence(
                 request=request,
-                state=self._model.new_state(),
                 sampler=Sampler(request.sampling),
                 clock=Clock(arrived_at=time.monotonic()),
                 token_ids=list(request.prompt_token_ids),
@@ -195,6 +205,8 @@ class Engine:
         )
 
     def _step(self, works: list[Work]) -> None:
+        if not works:
+            return
         assert self._ways is not None, "sequences are failed when a worker is lost"
         started = time.monotonic()
         for work in works:
@@ -203,10 +215,15 @@ class Engine:
         ways = self._ways
         waited_before = ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0
         try:
-            choices = compute(self._model, works, ways, self._torch_device)
+            result = compute(self._model, works, ways, self._torch_device)
         except GenerationError as error:
             _log.error("a step of %d requests failed: %s", len(works), error)
             self._fail(works, error)
+            return
+        except torch.OutOfMemoryError as error:
+            _log.error("a step of %d requests failed: %s", len(works), error)
+            remedy = "the device is out of memory; lower --max-context, --parallel or --prefill"
+            self._fail(works, GenerationError(remedy))
             return
         except Exception:
             _log.exception("a step of %d requests failed", len(works))
@@ -218,7 +235,9 @@ class Engine:
         for work in works:
             work.sequence.clock.expert_wait_s += expert_wait_s
             work.sequence.clock.ngram_wait_s += ngram_wait_s
-        self._advance(works, choices)
+        for sequence, failure in result.failures:
+            self._end_with_failure(sequence, failure)
+        self._advance(works, result.choices)
 
     def _advance(self, works: list[Work], choices: list[tuple[Sequence, NDArray[np.float32]]]) -> None:
         """Chooses tokens, tells the gateway, and ends the sequences that are at their end."""

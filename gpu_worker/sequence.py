@@ -35,13 +35,16 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A running or waiting request. `token_ids` are the prompt and what was generated so far."""
+    """A running or waiting request. `token_ids` are the prompt and what was generated so far.
+
+    `state` is made with the first step: it is large, and a waiting request has no use for it.
+    """
 
     request: GenerateRequest
-    state: SequenceState
     sampler: Sampler
     clock: Clock
     token_ids: list[int] = field(default_factory=list)
+    state: SequenceState | None = None
 
     @property
     def request_id(self) -> str:
@@ -61,7 +64,7 @@ class Sequence:
     @property
     def num_computed(self) -> int:
         """Tokens that are part of the model's state."""
-        return self.state.position
+        return self.state.position if self.state is not None else 0
 
     @property
     def is_prefilling(self) -> bool:

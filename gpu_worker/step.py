@@ -14,6 +14,7 @@ from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.ngram_way import StagedFeatures
 from gpu_worker.scheduler import Work
 from gpu_worker.sequence import Sequence
+from shared.errors import GenerationError
 
 # Logits of so many positions are made at once where a request wants them for its whole prompt.
 _LOGIT_ROWS = 64
@@ -27,11 +28,17 @@ class Ways:
     ngram: StagedFeatures | None
 
 
-def compute(
-    model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch.device
-) -> list[tuple[Sequence, NDArray[np.float32]]]:
-    """Advances the state of every sequence of the step; returns the logits [vocabulary] of those whose next
-    token is to be chosen.
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`choices` are the sequences whose next token is to be chosen, each with its logits [vocabulary];
+    `failures` those that cannot go on, though the step itself succeeded."""
+
+    choices: list[tuple[Sequence, NDArray[np.float32]]]
+    failures: list[tuple[Sequence, GenerationError]]
+
+
+def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch.device) -> StepResult:
+    """Advances the state of every sequence of the step.
 
     Raises GenerationError; the sequences of the step are then in no usable state.
     """
@@ -39,35 +46,40 @@ def compute(
         ngram_size = model.config.ngram.ngram_size
         windows = [work.sequence.windows(work.start, work.stop, ngram_size) for work in works]
         ways.ngram.submit(np.concatenate(windows))
-    streams = model.forward(_batch(works, torch_device), ways.experts, ways.ngram)
-    last_rows = []
-    at = 0
-    for work in works:
-        rows = streams[at : at + work.num_tokens]
-        at += work.num_tokens
-        if work.sequence.request.logits_path:
-            _append_logits(model, rows, work.sequence.request.logits_path)
-        last_rows.append(rows[-1])
-    choosing = [
-        (work.sequence, row)
-        for work, row in zip(works, last_rows, strict=True)
-        if work.reaches_end and work.sequence.request.max_new_tokens
-    ]
+    batch = _batch(model, works, torch_device)
+    streams = model.forward(batch, ways.experts, ways.ngram)
+    choosing: list[Sequence] = []
+    last_rows: list[Tensor] = []
+    failures: list[tuple[Sequence, GenerationError]] = []
+    for work, span in zip(works, batch.spans, strict=True):
+        rows, request = streams[span.start : span.stop], work.sequence.request
+        try:
+            if request.logits_path:
+                _append_logits(model, rows, request.logits_path)
+        except OSError as error:
+            failures.append((work.sequence, GenerationError(f"the logits cannot be written: {error}")))
+            continue
+        if work.reaches_end and request.max_new_tokens:
+            choosing.append(work.sequence)
+            last_rows.append(rows[-1])
     if not choosing:
-        return []
-    logits = model.logits(torch.stack([row for _, row in choosing])).cpu().numpy()
-    return [(sequence, row) for (sequence, _), row in zip(choosing, logits, strict=True)]
+        return StepResult([], failures)
+    logits = model.logits(torch.stack(last_rows)).cpu().numpy()
+    return StepResult(list(zip(choosing, logits, strict=True)), failures)
 
 
-def _batch(works: Items[Work], torch_device: torch.device) -> Batch:
+def _batch(model: Qwen4Exp, works: Items[Work], torch_device: torch.device) -> Batch:
     token_ids: list[int] = []
     positions: list[int] = []
     spans = []
     for work in works:
+        sequence = work.sequence
+        if sequence.state is None:
+            sequence.state = model.new_state()
         start = len(token_ids)
-        token_ids += work.sequence.token_ids[work.start : work.stop]
+        token_ids += sequence.token_ids[work.start : work.stop]
         positions += range(work.start, work.stop)
-        spans.append(Span(start, len(token_ids), work.sequence.state))
+        spans.append(Span(start, len(token_ids), sequence.state))
     return Batch(
         torch.tensor(token_ids, device=torch_device), torch.tensor(positions, device=torch_device), spans
     )

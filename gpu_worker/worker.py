@@ -15,7 +15,7 @@ from shared.config import GpuWorkerConfig
 from shared.link import LinkClient, LinkServer
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
-from shared.process import ProcessContext, ProcessState
+from shared.process import ProcessContext, ProcessState, load_in_thread
 from shared.run_directory import Role
 from shared.tensor_catalog import TensorClass, check_tensors, expected_tensors
 
@@ -54,6 +54,7 @@ class GpuWorker:
                 roles = (Role.CPU_WORKER, Role.STAGER)
                 server = LinkServer(context.identity, context.directory, roles, peers, context.config)
                 tasks.append(group.create_task(server.run(), name="worker link"))
+                tasks.append(group.create_task(_ended(engine), name="engine"))
                 await context.drain.wait()
                 self._tell_state()
                 # The state of another process, and of a thread, have no event to wait for.
@@ -101,7 +102,7 @@ class GpuWorker:
 
     async def _start_engine(self) -> tuple[Engine, PeerListener]:
         config = self._context.config
-        model = await asyncio.to_thread(self._load)
+        model = await load_in_thread(self._load)
         scheduler = Scheduler(max_running=config.parallel, prefill_tokens=config.prefill)
         engine = Engine(model, self._torch_device, scheduler, self._post, config.watchdog_s)
         # The largest step has a chunk of a prompt and one token of every other sequence.
@@ -164,3 +165,8 @@ class GpuWorker:
             self._engine.stop()
         if self._device is not None:
             self._device.close()
+
+
+async def _ended(engine: Engine) -> None:
+    """Returns when the engine has ended; raises what ended it before it was asked to."""
+    await asyncio.wrap_future(engine.ended)

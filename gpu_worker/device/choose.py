@@ -1,7 +1,7 @@
 """Chooses the device from the setting and what the machine has."""
 
 import logging
-import os
+import re
 
 import torch
 
@@ -10,8 +10,11 @@ from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
 from shared.errors import ConfigError, ResourceError
 from shared.gguf.model import GGUFModel
+from shared.topology import usable_cpus
 
 _log = logging.getLogger(__name__)
+
+_NAMED_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,2})?")
 
 
 def choose_torch_device(setting: str) -> torch.device:
@@ -21,12 +24,9 @@ def choose_torch_device(setting: str) -> torch.device:
     """
     if setting == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(setting)
-    except RuntimeError:
-        raise ConfigError(f"--device is {setting!r}; it can be auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if not _NAMED_DEVICE.fullmatch(setting):
         raise ConfigError(f"--device is {setting!r}; it can be auto, cpu, cuda or cuda:N")
+    device = torch.device(setting)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ResourceError(
             f"--device is {setting!r}, but torch {torch.__version__} sees {torch.cuda.device_count()} "
@@ -37,7 +37,7 @@ def choose_torch_device(setting: str) -> torch.device:
 
 def open_device(torch_device: torch.device, model: GGUFModel, num_threads: int) -> Device:
     """The device with the model's weights on it. `num_threads` 0 is one per usable CPU."""
-    num_threads = num_threads or len(os.sched_getaffinity(0))
+    num_threads = num_threads or len(usable_cpus())
     if torch_device.type == "cpu":
         _log.info("the model runs on the CPU with %d threads", num_threads)
         return CpuDevice(model, num_threads)

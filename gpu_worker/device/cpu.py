@@ -1,5 +1,6 @@
 """The CPU as the device: every matrix is used where the model file maps it, in the format it is stored in."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from gpu_worker.device.interface import Linear, RowTable
 from shared import quants
@@ -35,6 +37,10 @@ class CpuDevice:
     def linear(self, name: str) -> Linear:
         """The matrix of that name; nothing is copied or decoded."""
         raw, block_format = self._encoded(name)
+        if block_format.decode_block is None and raw.size < 4 * _MIN_WORK_TO_SHARE:
+            # Small matrices are often plain float32, and torch is quickest at them: a third of the time.
+            weight = _mapped_floats(raw)
+            return lambda x: functional.linear(x, weight)
         return _MappedLinear(raw, block_format, self._pool)
 
     def row_table(self, name: str) -> RowTable:
@@ -82,6 +88,14 @@ class _MappedLinear:
             partial(quants.matmul, self._format, self._raw, inputs, out, start, min(start + step, num_rows))
             for start in range(0, num_rows, step)
         ]
+
+
+def _mapped_floats(raw: NDArray[np.uint8]) -> Tensor:
+    """Rows of float32 as a tensor on the mapping, which nobody may write to."""
+    with warnings.catch_warnings():
+        # torch has no read-only tensors, and warns of arrays that are.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return torch.from_numpy(raw.view(np.float32))
 
 
 def decoded(model: GGUFModel, name: str) -> NDArray[np.float32]:

@@ -1,9 +1,9 @@
 """Any torch device, CUDA above all: dense weights are decoded once and live in the device's memory.
 
 Matrices stored as F32, F16 or BF16 keep that type, bit for bit. Quantised ones are kept as float16, which
-rounds their decoded values by at most 2^-11 of themselves. Products are taken in float32: a matrix is widened
-for the product it is used in. Until there are kernels that read quantised blocks on the device, this trades
-memory and time for exactness.
+rounds their decoded values by at most 2^-11 of themselves, or 2^-25 where they are smaller than 2^-14.
+Products are taken in float32: a matrix is widened for the product it is used in. Until there are kernels that
+read quantised blocks on the device, this trades memory and time for exactness.
 """
 
 import torch
@@ -23,6 +23,8 @@ class TorchDevice:
     def __init__(self, model: GGUFModel, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self._model = model
+        # The embedding serves as the output matrix too in some files: one copy on the device is enough.
+        self._uploaded: dict[str, Tensor] = {}
 
     def linear(self, name: str) -> Linear:
         """The matrix, uploaded."""
@@ -45,5 +47,8 @@ class TorchDevice:
         """Nothing runs on its own here."""
 
     def _upload(self, name: str) -> Tensor:
-        stored_as = _STORED_AS.get(self._model.info(name).type.name, torch.float16)
-        return torch.from_numpy(decoded(self._model, name)).to(self.torch_device, stored_as)
+        if name not in self._uploaded:
+            stored_as = _STORED_AS.get(self._model.info(name).type.name, torch.float16)
+            decoded_weights = torch.from_numpy(decoded(self._model, name))
+            self._uploaded[name] = decoded_weights.to(self.torch_device, stored_as)
+        return self._uploaded[name]

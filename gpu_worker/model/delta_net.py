@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from gpu_worker.device.interface import Device
 from gpu_worker.model.batch import Batch
+from gpu_worker.model.convolution import convolve, load_kernel
 from gpu_worker.model.hyper_connection import rms_norm
 from gpu_worker.state.sequence_state import DeltaState
 from shared.model_config import Qwen4ExpConfig
@@ -43,8 +44,7 @@ class DeltaNet:
         self._alpha = device.linear(f"{prefix}ssm_alpha.weight")
         self._beta = device.linear(f"{prefix}ssm_beta.weight")
         self._out = device.linear(f"{prefix}ssm_out.weight")
-        # [kernel, channels]: row k weighs the input that is kernel - 1 - k tokens old.
-        self._conv = device.tensor(f"{prefix}ssm_conv1d.weight").t().contiguous()
+        self._kernel = load_kernel(device.tensor(f"{prefix}ssm_conv1d.weight"))
         self._decay_rate = device.tensor(f"{prefix}ssm_a")
         self._decay_bias = device.tensor(f"{prefix}ssm_dt.bias")
         self._norm = device.tensor(f"{prefix}ssm_norm.weight")
@@ -60,22 +60,13 @@ class DeltaNet:
         for span in batch.spans:
             rows = slice(span.start, span.stop)
             state = span.state.delta[self._layer]
-            query, key, value = self._heads(self._convolve(qkv[rows], state))
+            convolved, state.conv_inputs = convolve(qkv[rows], state.conv_inputs, self._kernel)
+            query, key, value = self._heads(convolved)
             mix = recurrent_step if span.num_tokens == 1 else chunked
             outputs.append(mix(query, key, value, rate[rows], log_decay[rows], state))
         mixed = rms_norm(torch.cat(outputs), self._norm, config.rms_epsilon)
         gate = torch.sigmoid(self._gate(x)).view(-1, heads, head_dim)
         return self._out((mixed * gate).flatten(1))
-
-    def _convolve(self, inputs: Tensor, state: DeltaState) -> Tensor:
-        """The causal convolution over each channel, then SiLU: [tokens, channels]."""
-        kernel, num_tokens = len(self._conv), len(inputs)
-        history = torch.cat([state.conv_inputs, inputs])
-        state.conv_inputs = history[-(kernel - 1) :].clone()
-        total = history[:num_tokens] * self._conv[0]
-        for tap in range(1, kernel):
-            total = total + history[tap : tap + num_tokens] * self._conv[tap]
-        return functional.silu(total)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of every value head: [tokens, value heads, head dim] each.
@@ -83,18 +74,15 @@ class DeltaNet:
         Value head h uses key head h mod (number of key heads), the order GGUF files store them in.
         """
         config = self._config
-        key_heads, heads, head_dim = (
-            config.num_delta_key_heads,
+        heads, key_heads, head_dim = (
             config.num_delta_value_heads,
+            config.num_delta_key_heads,
             config.delta_head_dim,
         )
-        query, key, value = torch.split(
-            qkv, [key_heads * head_dim, key_heads * head_dim, heads * head_dim], -1
-        )
-        query = _unit(query.view(-1, key_heads, head_dim), config.rms_epsilon) * head_dim**-0.5
-        key = _unit(key.view(-1, key_heads, head_dim), config.rms_epsilon)
-        repeats = heads // key_heads
-        return query.repeat(1, repeats, 1), key.repeat(1, repeats, 1), value.view(-1, heads, head_dim)
+        queries_and_keys, value = torch.split(qkv, [2 * key_heads * head_dim, heads * head_dim], -1)
+        unit = _unit(queries_and_keys.view(-1, 2, 1, key_heads, head_dim), config.rms_epsilon)
+        repeated = unit.expand(-1, -1, heads // key_heads, -1, -1).flatten(2, 3)
+        return repeated[:, 0] * head_dim**-0.5, repeated[:, 1], value.view(-1, heads, head_dim)
 
 
 def _unit(x: Tensor, epsilon: float) -> Tensor:
@@ -127,7 +115,7 @@ def chunked(
                 key[rows].transpose(0, 1),
                 value[rows].transpose(0, 1),
                 rate[rows].t()[:, :, None],
-                log_decay[rows].t().cumsum(1),
+                log_decay[rows].t().cumsum(1, dtype=torch.float64),
                 state,
             )
         )
@@ -137,17 +125,18 @@ def chunked(
 def _one_chunk(
     query: Tensor, key: Tensor, value: Tensor, rate: Tensor, total: Tensor, state: DeltaState
 ) -> Tensor:
-    """[heads, tokens, dim] tensors of one chunk; `total` [heads, tokens] are the summed log decays."""
+    """[heads, tokens, dim] tensors of one chunk; `total` [heads, tokens] are the summed log decays, in
+    float64: a strong decay early in the chunk makes all sums large, and what counts is their differences."""
     num_tokens = total.shape[1]
     before = state.matrices
     is_later = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=total.device).triu(1)
-    between = (total[:, :, None] - total[:, None, :]).masked_fill(is_later, -torch.inf).exp()
-    since_start = total.exp()[:, :, None]
+    between = (total[:, :, None] - total[:, None, :]).float().masked_fill(is_later, -torch.inf).exp()
+    until_end = between[:, -1, :, None]
+    since_start = total.float().exp()[:, :, None]
     # The solver reads the strictly lower triangle and takes the diagonal as ones.
     system = rate * between * (key @ key.transpose(1, 2))
     wanted = rate * (value - since_start * (key @ before))
     delta = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     output: Tensor = since_start * (query @ before) + (between * (query @ key.transpose(1, 2))) @ delta
-    until_end = (total[:, -1:] - total).exp()[:, :, None]
-    state.matrices = total[:, -1].exp()[:, None, None] * before + (until_end * key).transpose(1, 2) @ delta
+    state.matrices = since_start[:, -1:] * before + (until_end * key).transpose(1, 2) @ delta
     return output

@@ -13,8 +13,8 @@ from shared.model_config import Qwen4ExpConfig
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension; `weight` may have more dimensions."""
+    return functional.rms_norm(x, x.shape[-1:], eps=epsilon) * weight
 
 
 class StreamReader:
@@ -27,19 +27,20 @@ class StreamReader:
         self._down = device.linear(f"{prefix}down.weight")
         self._up = device.linear(f"{prefix}up.weight")
 
-    def normalise(self, streams: Tensor) -> Tensor:
-        """Each stream by its own mean square: [tokens, streams, hidden]."""
-        return rms_norm(streams, self._norm, self._epsilon)
-
-    def mix(self, normalised: Tensor) -> Tensor:
-        """The gated mean of the normalised streams: [tokens, hidden]."""
-        flat = normalised.flatten(1)
-        gates = torch.sigmoid(self._up(functional.silu(self._down(flat) / self._num_streams)))
-        return (gates.view_as(normalised) * normalised).mean(1)
-
     def read(self, streams: Tensor) -> Tensor:
         """streams [tokens, streams, hidden] -> [tokens, hidden]."""
-        return self.mix(self.normalise(streams))
+        return self._mix(*self._normalise(streams))
+
+    def _normalise(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """Each stream by its own mean square [tokens, streams, hidden], and what the projections take: all
+        of them side by side, divided by their number [tokens, streams * hidden]."""
+        normalised = rms_norm(streams, self._norm, self._epsilon)
+        return normalised, normalised.flatten(1) / self._num_streams
+
+    def _mix(self, normalised: Tensor, flat: Tensor) -> Tensor:
+        """The gated mean of the normalised streams: [tokens, hidden]."""
+        gates = torch.sigmoid(self._up(functional.silu(self._down(flat))))
+        return (gates.view_as(normalised) * normalised).mean(1)
 
 
 class StreamMixer(StreamReader):
@@ -51,11 +52,10 @@ class StreamMixer(StreamReader):
 
     def read_with_gains(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """The input [tokens, hidden] and the gains [tokens, streams], both from the streams as they are."""
-        normalised = self.normalise(streams)
-        gains = 2 * torch.sigmoid(self._inject(normalised.flatten(1)) / self._num_streams)
-        return self.mix(normalised), gains
+        normalised, flat = self._normalise(streams)
+        return self._mix(normalised, flat), 2 * torch.sigmoid(self._inject(flat))
 
 
 def write(streams: Tensor, gains: Tensor, output: Tensor) -> Tensor:
     """streams + gains * output, the output [tokens, hidden] going to every stream."""
-    return streams + gains[:, :, None] * output[:, None, :]
+    return torch.addcmul(streams, gains[:, :, None], output[:, None, :])

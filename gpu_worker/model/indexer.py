@@ -6,14 +6,12 @@ pooled key. A query scores the blocks that are complete up to and including its 
 has to be dropped this is ordinary causal attention.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from gpu_worker.device.interface import Device
 from gpu_worker.model.hyper_connection import rms_norm
-from gpu_worker.model.rotary import Rotary
+from gpu_worker.model.rotary import Rotary, Rotation
 from gpu_worker.state.sequence_state import AttentionState
 from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
@@ -48,32 +46,54 @@ class Indexer:
             pooled = rms_norm(members.mean(1), self._key_norm, self._epsilon)
             first_block = state.block_keys.length
             blocks = torch.arange(first_block, first_block + num_complete, device=pooled.device)
-            state.block_keys.append(self._rotary(pooled, blocks * self.ratio))
+            state.block_keys.append(self._rotary.at(blocks * self.ratio)(pooled[:, None])[:, 0])
         state.open_keys = waiting[num_complete * self.ratio :].clone()
 
     def drops_blocks(self, position: int) -> bool:
         """Whether a query at this position sees less than everything before it."""
         return (position + 1) // self.ratio > self.num_kept
 
-    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Indexer queries of tokens x [tokens, hidden] at their positions: [tokens, heads, indexer dim]."""
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Indexer queries of tokens x [tokens, hidden]: [tokens, heads, indexer dim]."""
         heads = self._query(x).view(-1, self._num_heads, self._head_dim)
-        return self._rotary(rms_norm(heads, self._query_norm, self._epsilon), positions)
+        return rotation(rms_norm(heads, self._query_norm, self._epsilon))
 
-    def kept_blocks(self, queries: Tensor, first_position: int, state: AttentionState) -> Iterator[Tensor]:
-        """For consecutive queries from `first_position` on, the blocks each keeps: int64 [at most num_kept].
+    def seen_positions(self, queries: Tensor, position: int, state: AttentionState) -> Tensor:
+        """The positions that one query [1, heads, indexer dim] at `position` sees: int64, rising."""
+        num_blocks = (position + 1) // self.ratio
+        blocks = self._best_blocks(queries, state.block_keys.rows[:num_blocks]).flatten().sort().values
+        members = blocks[:, None] * self.ratio + torch.arange(self.ratio, device=blocks.device)
+        tail = torch.arange(num_blocks * self.ratio, position + 1, device=blocks.device)
+        return torch.cat([members.flatten(), tail])
+
+    def seen_mask(self, queries: Tensor, first_position: int, state: AttentionState) -> Tensor:
+        """What queries [n, heads, indexer dim] at consecutive positions from `first_position` on see: true
+        where a query sees a position, [n, first_position + n]."""
+        num_queries, device = len(queries), queries.device
+        length = first_position + num_queries
+        is_kept = torch.zeros(num_queries, length // self.ratio + 1, dtype=torch.bool, device=device)
+        start = 0
+        while start < num_queries:
+            num_blocks = (first_position + start + 1) // self.ratio
+            # All queries up to the one that completes the next block see as many.
+            stop = min(num_queries, (num_blocks + 1) * self.ratio - 1 - first_position)
+            best = self._best_blocks(queries[start:stop], state.block_keys.rows[:num_blocks])
+            is_kept[start:stop].scatter_(1, best, True)
+            # The positions after the last complete block, as far as the query's own.
+            is_kept[start:stop, num_blocks] = True
+            start = stop
+        positions = torch.arange(length, device=device)
+        is_kept_position = is_kept.repeat_interleave(self.ratio, dim=1)[:, :length]
+        return is_kept_position & (positions <= positions[first_position:, None])
+
+    def _best_blocks(self, queries: Tensor, block_keys: Tensor) -> Tensor:
+        """The blocks that queries which see just these keep: int64 [queries, at most num_kept].
 
         Scores of exactly zero, where every head is negative, are common, and which of them is kept is not
         defined. Here it is what `torch.topk` takes from a list of just the complete blocks, as in the
-        reference implementation: queries are taken together only where they see equally many blocks.
+        reference implementation.
         """
-        block_keys = state.block_keys.rows
-        at = 0
-        while at < len(queries):
-            num_blocks = (first_position + at + 1) // self.ratio
-            # All queries up to the one that completes the next block see as many.
-            stop = min(len(queries), (num_blocks + 1) * self.ratio - 1 - first_position)
-            products = torch.einsum("qhd,bd->qbh", queries[at:stop], block_keys[:num_blocks])
-            scores = products.relu().sum(-1) * self._head_dim**-0.5
-            yield from scores.topk(min(self.num_kept, num_blocks), dim=-1).indices
-            at = stop
+        products = torch.einsum("qhd,bd->qbh", queries, block_keys)
+        scores = products.relu().sum(-1) * self._head_dim**-0.5
+        best: Tensor = scores.topk(min(self.num_kept, len(block_keys)), dim=-1).indices
+        return best

@@ -46,4 +46,4 @@ class MixtureOfExperts:
         ticket = experts.submit(self._layer, x, chosen.indices, weights)
         shared_output = self._down(functional.silu(self._gate(x)) * self._up(x))
         gate = torch.sigmoid(x @ self._shared_gate)
-        return experts.collect(ticket) + gate[:, None] * shared_output
+        return torch.addcmul(experts.collect(ticket), gate[:, None], shared_output)

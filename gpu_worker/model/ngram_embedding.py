@@ -6,10 +6,10 @@ gated by how well they match each stream, and passed through a dilated convoluti
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gpu_worker.device.interface import Device
 from gpu_worker.model.batch import Batch
+from gpu_worker.model.convolution import convolve, load_kernel
 from gpu_worker.model.hyper_connection import rms_norm
 from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import NgramConfig, Qwen4ExpConfig
@@ -32,8 +32,7 @@ class NgramEmbedding:
             device.tensor(f"{prefix}norm_{which}.weight").view(config.num_streams, config.hidden)
             for which in ("key", "query", "conv")
         )
-        # [kernel, width]: row k weighs the vector that is (kernel - 1 - k) * ngram_size tokens old.
-        self._conv = device.tensor(f"{prefix}conv1d.weight").t().contiguous()
+        self._kernel = load_kernel(device.tensor(f"{prefix}conv1d.weight"))
 
     def __call__(self, streams: Tensor, features: Tensor, batch: Batch) -> Tensor:
         """streams [tokens, streams, hidden], features [tokens, feature width] -> new streams; advances the
@@ -51,13 +50,9 @@ class NgramEmbedding:
         return streams + gated + convolved.view_as(streams)
 
     def _convolve(self, inputs: Tensor, state: SequenceState) -> Tensor:
-        """The dilated causal convolution over each channel, then SiLU: [tokens, width]."""
+        """The convolution of one sequence, whose taps are one n-gram apart: [tokens, width]."""
         assert state.ngram_conv_inputs is not None
-        dilation, num_tokens = self._ngram.ngram_size, len(inputs)
-        history = torch.cat([state.ngram_conv_inputs, inputs])
-        state.ngram_conv_inputs = history[-self._ngram.history_length :].clone()
-        total = history[:num_tokens] * self._conv[0]
-        for tap in range(1, len(self._conv)):
-            start = tap * dilation
-            total = total + history[start : start + num_tokens] * self._conv[tap]
-        return functional.silu(total)
+        convolved, state.ngram_conv_inputs = convolve(
+            inputs, state.ngram_conv_inputs, self._kernel, dilation=self._ngram.ngram_size
+        )
+        return convolved

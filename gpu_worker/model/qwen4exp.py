@@ -17,7 +17,7 @@ from gpu_worker.model.delta_net import DeltaNet
 from gpu_worker.model.hyper_connection import StreamMixer, StreamReader, write
 from gpu_worker.model.moe import MixtureOfExperts, RoutedExperts
 from gpu_worker.model.ngram_embedding import NgramEmbedding
-from gpu_worker.model.rotary import Rotary
+from gpu_worker.model.rotary import Rotary, Rotation
 from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
@@ -37,16 +37,26 @@ class ProgressReport(Protocol):
 
 
 class _Layer:
+    """The parts of one layer, in the order they run."""
+
     def __init__(self, device: Device, layer: int, config: Qwen4ExpConfig, rotary: Rotary) -> None:
         prefix = block_prefix(layer)
+        has_ngram = config.ngram is not None and config.ngram.layer == layer
+        self.ngram = NgramEmbedding(device, config, config.ngram) if config.ngram and has_ngram else None
         self.token_input = StreamMixer(device, f"{prefix}hc_attn_", config)
-        self.token_mixer: DeltaNet | Attention = (
+        self._token_mixer: DeltaNet | Attention = (
             DeltaNet(device, layer, config)
             if config.is_recurrent[layer]
             else Attention(device, layer, config, rotary)
         )
         self.expert_input = StreamMixer(device, f"{prefix}hc_ffn_", config)
         self.experts = MixtureOfExperts(device, layer, config)
+
+    def mix_tokens(self, x: Tensor, batch: Batch, rotation: Rotation) -> Tensor:
+        """By delta net or attention: x [tokens, hidden] -> [tokens, hidden]."""
+        if isinstance(self._token_mixer, DeltaNet):
+            return self._token_mixer(x, batch)
+        return self._token_mixer(x, batch, rotation)
 
 
 class Qwen4Exp:
@@ -59,12 +69,11 @@ class Qwen4Exp:
         self.config = config
         self._device = device
         self._embedding = device.row_table("token_embd.weight")
-        rotary = Rotary(config.rope_dim, config.rope_base, device.torch_device)
-        self._ngram = NgramEmbedding(device, config, config.ngram) if config.ngram is not None else None
+        self._rotary = Rotary(config.rope_dim, config.rope_base, device.torch_device)
         self._layers = []
         for layer in range(config.num_layers):
             report(f"loading layer {layer + 1} of {config.num_layers}", layer / config.num_layers)
-            self._layers.append(_Layer(device, layer, config, rotary))
+            self._layers.append(_Layer(device, layer, config, self._rotary))
         self._final = StreamReader(device, "output_hc_", config)
         self._head = device.linear("output.weight" if has_own_head else "token_embd.weight")
 
@@ -77,16 +86,13 @@ class Qwen4Exp:
         """Computes the batch and advances its sequences by it: streams [tokens, streams, hidden]."""
         self._device.begin_step(batch.num_tokens)
         streams = self._embedding(batch.token_ids)[:, None, :].expand(-1, self.config.num_streams, -1)
-        for number, layer in enumerate(self._layers):
-            if (
-                self._ngram is not None
-                and self.config.ngram is not None
-                and number == self.config.ngram.layer
-            ):
-                assert ngram is not None
-                streams = self._ngram(streams, ngram.collect(), batch)
+        rotation = self._rotary.at(batch.positions)
+        for layer in self._layers:
+            if layer.ngram is not None:
+                assert ngram is not None, "a model with an n-gram layer needs n-gram features"
+                streams = layer.ngram(streams, ngram.collect(), batch)
             x, gains = layer.token_input.read_with_gains(streams)
-            streams = write(streams, gains, layer.token_mixer(x, batch))
+            streams = write(streams, gains, layer.mix_tokens(x, batch, rotation))
             x, gains = layer.expert_input.read_with_gains(streams)
             streams = write(streams, gains, layer.experts(x, experts))
         for span in batch.spans:

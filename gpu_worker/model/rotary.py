@@ -7,19 +7,35 @@ import torch
 from torch import Tensor
 
 
+class Rotation:
+    """The rotations that belong to some tokens, made once for all layers and heads: `cos` and `sin` are
+    [tokens, 1, half of the rotary dimensions]."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._cos = cos
+        self._sin = sin
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, heads, head_dim], rotated; dimensions beyond the rotary ones pass through."""
+        half = self._cos.shape[-1]
+        first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
+        return torch.cat(
+            [first * self._cos - second * self._sin, second * self._cos + first * self._sin, rest], -1
+        )
+
+    def rows(self, rows: slice) -> "Rotation":
+        """The rotations of some of the tokens."""
+        return Rotation(self._cos[rows], self._sin[rows])
+
+
 class Rotary:
-    """The rotation of one model."""
+    """The rotations of one model."""
 
     def __init__(self, dim: int, base: float, device: torch.device) -> None:
-        self._dim = dim
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         self._inverse_frequencies = (1.0 / base**exponents).to(device)
 
-    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [n, ..., head_dim] rotated at positions [n]; dimensions beyond the rotary ones pass through."""
-        angles = positions.float()[:, None] * self._inverse_frequencies
-        angles = angles.view(len(positions), *[1] * (x.dim() - 2), -1)
-        cos, sin = angles.cos(), angles.sin()
-        half = self._dim // 2
-        first, second, rest = torch.split(x, [half, half, x.shape[-1] - self._dim], -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    def at(self, positions: Tensor) -> Rotation:
+        """The rotations of tokens at `positions` [tokens]."""
+        angles = positions.float()[:, None, None] * self._inverse_frequencies
+        return Rotation(angles.cos(), angles.sin())

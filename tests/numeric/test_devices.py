@@ -1,0 +1,120 @@
+"""The devices agree with each other, and code for a device of its own touches no memory of another."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_worker.device.torch_device import TorchDevice
+from gpu_worker.model.batch import Batch, Span
+from gpu_worker.model.qwen4exp import Qwen4Exp
+from shared.gguf.model import GGUFModel
+from shared.model_config import read_model_config
+from tests.support.divergence import divergences
+from tests.support.in_process import InProcessModel
+from tests.support.model_cases import CASES
+from tests.support.prepared import Prepared
+from tests.support.running_engine import running_engine
+from tests.support.type_profiles import PROFILES
+
+DEVICES = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param(
+        "cuda",
+        id="cuda",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("torch_device", DEVICES)
+def test_torch_device(prepare: Callable[[str], Prepared], name: str, torch_device: str) -> None:
+    """Files of float types: what the CpuDevice computes, in one chunk and with a few tokens decoded."""
+    prepared = prepare(name)
+    token_ids = prepared.prompt(80)
+    model = InProcessModel(prepared.reference.path, torch.device(torch_device))
+    logits = model.logits(token_ids, [70, *[1] * 5])
+    assert np.abs(logits - prepared.model.logits(token_ids)).max() <= 1e-4
+
+
+@pytest.mark.parametrize("prepared", PROFILES, indirect=True)
+@pytest.mark.parametrize("torch_device", DEVICES)
+def test_torch_device_with_quantised_weights(prepared: Prepared, torch_device: str) -> None:
+    """Kept as float16, which moves the choice of experts and blocks where it is close: up to 2.5e-4 was
+    observed on average, nearly all of it at one position."""
+    token_ids = prepared.prompt(120)
+    model = InProcessModel(prepared.reference.path, torch.device(torch_device))
+    divergence = divergences(prepared.expected(token_ids), model.logits(token_ids))
+    assert divergence.mean() <= 1e-3
+    assert np.median(divergence) <= 1e-5
+
+
+@pytest.mark.parametrize("torch_device", DEVICES)
+def test_engine_on_a_torch_device(prepare: Callable[[str], Prepared], torch_device: str) -> None:
+    """Activations, routes and features cross between the device and the rings of the other processes."""
+    prepared = prepare("plain")
+    prompt = prepared.prompt(70)
+    with running_engine(prepared.reference.path, torch_device=torch.device(torch_device)) as running:
+        running.ask("a", prompt, 8)
+        running.ask("b", prompt[:9], 8)
+        assert running.answer("a").token_ids == prepared.model.greedy(prompt, 8)
+        assert running.answer("b").token_ids == prepared.model.greedy(prompt[:9], 8)
+
+
+def test_cpu_device_with_threads(prepare: Callable[[str], Prepared]) -> None:
+    """Large products are divided among threads, row by row."""
+    prepared = prepare("ista-iq2xs")
+    token_ids = prepared.prompt(120)
+    divided = InProcessModel(prepared.reference.path, num_threads=3)
+    try:
+        assert np.abs(divided.logits(token_ids) - prepared.model.logits(token_ids)).max() <= 1e-4
+    finally:
+        divided.device.close()
+
+
+class _NowhereExperts:
+    """Answers with tensors that have no values."""
+
+    def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
+        self._x = x
+        return 0
+
+    def collect(self, ticket: int) -> Tensor:
+        return torch.empty_like(self._x)
+
+
+class _NowhereFeatures:
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self._shape = shape
+
+    def collect(self) -> Tensor:
+        return torch.empty(self._shape, device="meta")
+
+
+@pytest.mark.parametrize("name", ["plain", "no-ngrams-equal-heads", "blocks-of-one", "dense", "tied-head"])
+def test_nothing_leaves_the_device(prepare: Callable[[str], Prepared], name: str) -> None:
+    """On the device `meta` tensors have shapes but no values: an operation with a tensor of the CPU fails
+    there, as it would on a graphics card, and so does reading values back, which would stop its queue."""
+    nowhere = torch.device("meta")
+    file = GGUFModel(prepare(name).reference.path)
+    config = read_model_config(file)
+    device = TorchDevice(file, nowhere)
+    has_own_head = "output.weight" in file
+    model = Qwen4Exp(device, config, has_own_head=has_own_head, report=lambda activity, progress: None)
+    reading, decoding = model.new_state(), model.new_state()
+    experts = _NowhereExperts()
+    for sizes in ((70, 40), (31, 1), (1, 1)):
+        spans, at = [], 0
+        for size, state in zip(sizes, (reading, decoding), strict=True):
+            spans.append(Span(at, at + size, state))
+            at += size
+        features = _NowhereFeatures((at, config.ngram.feature_width)) if config.ngram is not None else None
+        ids = torch.zeros(at, dtype=torch.int64, device=nowhere)
+        streams = model.forward(Batch(ids, ids, spans), experts, features)
+        assert model.logits(streams).shape == (at, config.vocab_size)
