@@ -1,5 +1,6 @@
 """Stacks that several tests share, and the logs of stacks in the reports of tests that fail."""
 
+import os
 from collections.abc import Generator, Iterator
 
 import hypothesis
@@ -7,6 +8,10 @@ import pytest
 
 from tests.support import stack as support
 from tests.support.stack import NEVER, Stack, serving
+
+# As in the gpu_worker, and before anything imports torch: threads that spin at the end of every operation are
+# what slows a busy machine down most.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # How long an example takes says nothing on a machine that does other things too.
 hypothesis.settings.register_profile(

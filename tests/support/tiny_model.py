@@ -89,14 +89,17 @@ class TinyModel:
             else:
                 writer.add(key, kind, value)
         for number, (name, tensor) in enumerate(self.tensors.items()):
-            data = tensor.data if tensor.data is not None else self._random(number, tensor.shape)
+            data = tensor.data if tensor.data is not None else self._random(number, name, tensor.shape)
             writer.add_tensor(name, tensor.type_name, tensor.shape, data)
         return writer
 
-    def _random(self, number: int, shape: tuple[int, ...]) -> bytes:
+    def _random(self, number: int, name: str, shape: tuple[int, ...]) -> bytes:
         """Values of a spread as in real matrices; a piece of the same noise for each tensor, to be quick."""
         places = np.arange(prod(shape)) + 7919 * number
         values: NDArray[np.float32] = shape[-1] ** -0.5 * _noise(self.seed).take(places, mode="wrap")
+        if name.endswith("ssm_a"):
+            # Decay rates are negative; positive ones would let the state grow without bounds.
+            values = -np.abs(values)
         return values.astype(np.float32).tobytes()
 
 
