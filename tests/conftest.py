@@ -1,6 +1,7 @@
 """Stacks that several tests share, and the logs of stacks in the reports of tests that fail."""
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 
 import hypothesis
@@ -12,6 +13,10 @@ from tests.support.stack import NEVER, Stack, serving
 # As in the gpu_worker, and before anything imports torch: threads that spin at the end of every operation are
 # what slows a busy machine down most.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and that is inherited: the stacks of tests
+# are interrupted by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing on a machine that does other things too.
 hypothesis.settings.register_profile(
