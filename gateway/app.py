@@ -1,9 +1,11 @@
 """The aiohttp application: routes, middlewares, limits."""
 
+import logging
 import re
 import secrets
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from gateway.api.chat import chat_completions
@@ -15,7 +17,24 @@ from gateway.api.tokenize import detokenize_ids, tokenize
 from gateway.error_responses import REQUEST_ID_HEADER, error_middleware
 from gateway.services import REQUEST_ID, SERVICES, Services
 
+_log = logging.getLogger(__name__)
+
 _ACCEPTABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+class _MalformedRequests(logging.Filter):
+    """Makes one quiet line of what aiohttp reports, with a traceback, when something that is no HTTP request
+    comes in: anyone who can reach the port could flood the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            _log.info("what came in is no HTTP request: %.200s", " ".join(error.message.split()))
+            return False
+        return True
+
+
+logging.getLogger("aiohttp.server").addFilter(_MalformedRequests())
 
 
 def build_app(services: Services) -> web.Application:

@@ -76,6 +76,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
     ) -> ChatPrompt:
         """The prompt for `messages` (of the OpenAI API, roles validated).
 
@@ -85,16 +86,13 @@ class ChatTemplate:
         Special tokens in client text stay text. In an assistant's message that goes for control tokens only:
         `<think>` or `<tool_call>` there came from the model and become their ids again.
 
-        Raises `ChatTemplateError`: all its causes are the client's to mend (status 400).
+        Raises `ChatTemplateError`: all its causes are the client's to mend (status 400). Raises
+        `TooManyTokensError` for a prompt of more than `max_tokens`.
         """
         text, disguise = self._render(messages, tools, template_kwargs, add_generation_prompt)
         pieces = self._tokenizer.split_special(text)
-        token_ids: list[int] = []
-        for piece in pieces:
-            if isinstance(piece, int):
-                token_ids.append(piece)
-            else:
-                token_ids += self._tokenizer.encode(disguise.reveal(piece), parse_special=False)
+        revealed = (piece if isinstance(piece, int) else disguise.reveal(piece) for piece in pieces)
+        token_ids = self._tokenizer.encode_pieces(revealed, max_tokens)
         return ChatPrompt(self._tokenizer.with_bos(token_ids), self._ends_thinking(pieces))
 
     def render(

@@ -152,11 +152,11 @@ class EngineClient:
 
         A gpu_worker that is not ready is not asked: one that still loads would not answer.
         """
-        self._streams[request.request_id] = stream
         if self._stop_failure is not None:
             stream.put(self._stop_failure)
         elif not self.is_ready or not self._server.post(Role.GPU_WORKER, request):
             stream.put(WorkerFailedError("the gpu_worker is gone; it is being restarted, try again soon"))
+        self._streams[request.request_id] = stream
 
     def abort(self, request_id: str) -> None:
         """Asks for an early end."""

@@ -7,11 +7,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from gateway.detokenizer import Detokenizer
 from gateway.engine_client import EngineStream
 from gateway.stop_strings import StopStrings
 from gateway.tokenizer import Tokenizer
-from shared.messages import GenerateRequest, PrefillProgress, RequestFinished, TokenChunk
+from shared.messages import GenerateRequest, PrefillProgress, RequestFinished, RequestTimings, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class Outcome:
     stop_string: str | None
     num_output_tokens: int
     finished: RequestFinished
+    timings: RequestTimings
+    """The gpu_worker's, and all of the wait for a place in the queue."""
 
 
 class Generation:
@@ -34,6 +38,8 @@ class Generation:
         self._matcher = StopStrings(stop_strings)
         self._num_output_tokens = 0
         self.first_token_at: float | None = None
+        # What the request waited here, before the gpu_worker was asked.
+        self.waited_s = 0.0
         # Times between consecutive tokens, for the metrics.
         self.gaps_s: list[float] = []
         self._last_token_at = 0.0
@@ -70,7 +76,8 @@ class Generation:
                     continue
 
     def _conclude(self, finished: RequestFinished, reason: str, stop_string: str | None) -> None:
-        self._outcome = Outcome(reason, stop_string, self._num_output_tokens, finished)
+        timings = msgspec.structs.replace(finished.timings, queue_s=finished.timings.queue_s + self.waited_s)
+        self._outcome = Outcome(reason, stop_string, self._num_output_tokens, finished, timings)
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
         """Without the token that ended the answer, and without ids that the model has rows for but the

@@ -81,7 +81,7 @@ class Metrics:
             self._ttft.labels(self._model).observe(generation.first_token_at - arrived_at)
         for gap_s in generation.gaps_s:
             self._gap.labels(self._model).observe(gap_s)
-        for stage, seconds in _stage_times(outcome.finished.timings, tokenize_s).items():
+        for stage, seconds in _stage_times(outcome.timings, tokenize_s).items():
             self._stage.labels(self._model, stage).observe(seconds)
 
     def failed(self, code: str) -> None:

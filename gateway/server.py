@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import time
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,13 @@ def url_file(directory: RunDirectory) -> Path:
     return directory.path / "gateway.url"
 
 
+def _allow_many_connections() -> None:
+    """Takes as many file descriptors as the system lets this process have; the usual 1024 are for programs
+    that use `select`."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 class Gateway:
     """The process."""
 
@@ -40,7 +48,7 @@ class Gateway:
         read_model_config(context.model)
         config = context.config
         self._context = context
-        model_name = config.model_name or context.model.path.name.removesuffix(".gguf")
+        model_name = config.model_name or context.model.name
         engine = EngineClient(context.identity, context.directory, config)
         admission = Admission(config.parallel, config.queue_size)
         metrics = Metrics(model_name)
@@ -49,6 +57,7 @@ class Gateway:
 
     async def run(self) -> None:
         """Runs until drained."""
+        _allow_many_connections()
         context, services = self._context, self._services
         runner = web.AppRunner(
             build_app(services), handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_WORDS_S

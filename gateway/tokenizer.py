@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 
 from gateway.tokenizer_metadata import PREFIX, TokenizerError, TokenizerMetadata, TokenKind
 
-__all__ = ["Tokenizer", "TokenizerError"]
+__all__ = ["Tokenizer", "TokenizerError", "TooManyTokensError"]
 
 # How text is cut before merging, by `tokenizer.ggml.pre`. "qwen35" lets combining marks stay with their
 # letters, "qwen2" does not; the two are otherwise the same.
@@ -37,6 +37,14 @@ _SPLIT_PATTERNS = {
 # after ten million steps: an exception that is no `Exception`. Longer runs are cut, far below that.
 _MAX_WHITESPACE_RUN = 4_000_000
 
+# A long text is encoded in parts of at least this many characters, so that it takes little memory at a time
+# and can be given up early. A part ends only where both patterns above end a piece whatever comes before and
+# after: behind a letter that a blank or a point follows, behind a line break that something visible follows.
+_PART_LENGTH = 1 << 16
+_PART_END = re.compile(
+    r"(?<=[A-Za-z\u0410-\u044f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5])(?=[ .,\u3001\u3002])|(?<=\n)(?=[!-~])"
+)
+
 
 def _byte_alphabet() -> list[str]:
     """The character that stands for each byte in a byte-level vocabulary (GPT-2's `bytes_to_unicode`):
@@ -48,6 +56,14 @@ def _byte_alphabet() -> list[str]:
 
 _BYTE_ALPHABET = _byte_alphabet()
 _BYTE_OF_CHARACTER = {ord(character): byte for byte, character in enumerate(_BYTE_ALPHABET)}
+
+
+class TooManyTokensError(ValueError):
+    """A text is longer than its reader wants to know."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(f"more than {max_tokens} tokens")
+        self.max_tokens = max_tokens
 
 
 class Tokenizer:
@@ -80,20 +96,28 @@ class Tokenizer:
         """Size of the vocabulary, unused ids included: the width of the model's logits."""
         return len(self._tokens)
 
-    def encode(self, text: str, parse_special: bool = True) -> list[int]:
+    def encode(self, text: str, parse_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of `text`. With `parse_special` the text of control and user-defined tokens becomes their
         ids; without, all of it is plain text (llama.cpp would still honour user-defined tokens there).
 
         Lone surrogates, which have no UTF-8 form, become U+FFFD. No BOS is added, see `with_bos`.
+
+        Raises `TooManyTokensError` soon after the ids are more than `max_tokens`.
         """
-        if not parse_special:
-            return self._encode_plain(text)
+        pieces = self.split_special(text) if parse_special else [text]
+        return self.encode_pieces(pieces, max_tokens)
+
+    def encode_pieces(self, pieces: Iterable[str | int], max_tokens: int | None = None) -> list[int]:
+        """Token ids of stretches of plain text and of special ids, as `split_special` gives them."""
         token_ids: list[int] = []
-        for piece in self.split_special(text):
+        for piece in pieces:
             if isinstance(piece, int):
                 token_ids.append(piece)
-            else:
-                token_ids += self._encode_plain(piece)
+                continue
+            for part_ids in self._encode_plain(piece):
+                token_ids += part_ids
+                if max_tokens is not None and len(token_ids) > max_tokens:
+                    raise TooManyTokensError(max_tokens)
         return token_ids
 
     def split_special(self, text: str) -> list[str | int]:
@@ -140,16 +164,14 @@ class Tokenizer:
             raise IndexError(f"token id {token_id} is outside the vocabulary of {len(self._kinds)}")
         return self._kinds[token_id]
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _encode_plain(self, text: str) -> Iterator[list[int]]:
         try:
             text.encode()
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        token_ids: list[int] = []
-        for part in _within_run_limit(text):
+        for part in _parts(text):
             # Not `encode`: that one keeps offsets, takes twice as long, and holds the interpreter lock.
-            token_ids += self._bpe.encode_batch_fast([part], add_special_tokens=False)[0].ids
-        return token_ids
+            yield self._bpe.encode_batch_fast([part], add_special_tokens=False)[0].ids
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -194,8 +216,17 @@ def _build_bpe(metadata: TokenizerMetadata) -> tokenizers.Tokenizer:
     return bpe
 
 
+def _parts(text: str) -> Iterator[str]:
+    """`text` in parts that are encoded each for itself: nearly always the text itself."""
+    start = 0
+    while match := _PART_END.search(text, start + _PART_LENGTH):
+        yield from _within_run_limit(text[start : match.start()])
+        start = match.start()
+    yield from _within_run_limit(text[start:])
+
+
 def _within_run_limit(text: str) -> Iterator[str]:
-    """`text` in parts without a run of whitespace beyond the limit: nearly always the text itself."""
+    """`text` in parts without a run of whitespace beyond the limit."""
     start = 0
     if len(text) > _MAX_WHITESPACE_RUN:
         for run in re.finditer(r"\s+", text):

@@ -34,7 +34,10 @@ class CommonConfig:
         unit="DIR",
     )
     log_level: str = setting(
-        "info", "least serious messages logged", group=_LIFE, choices=("debug", "info", "warning", "error")
+        "info",
+        "least serious messages logged; the commands `serve` and `logits` start from warning",
+        group=_LIFE,
+        choices=("debug", "info", "warning", "error"),
     )
     heartbeat_interval_s: float = setting(
         0.25, "time between signs of life of a worker", group=_LIFE, unit="SECONDS", minimum=0.05, maximum=10
@@ -86,7 +89,7 @@ class GatewayConfig(CapacityConfig):
     )
     model_name: str = setting(
         "",
-        "name of the model in the API (default: the file's name without .gguf)",
+        "name of the model in the API (default: the file's, without part number and .gguf)",
         group=_NETWORK,
         unit="NAME",
     )
@@ -116,7 +119,9 @@ class GatewayConfig(CapacityConfig):
     temperature: float = setting(
         0.6, "0 always takes the likeliest token", group=_SAMPLING, minimum=0, maximum=5
     )
-    top_k: int = setting(20, "tokens to choose from; 0 is all", group=_SAMPLING, unit="N", minimum=0)
+    top_k: int = setting(
+        20, "tokens to choose from; 0 is all", group=_SAMPLING, unit="N", minimum=0, maximum=2**31 - 1
+    )
     top_p: float = setting(
         0.95, "smallest set of tokens with this probability", group=_SAMPLING, minimum=0.0001, maximum=1
     )

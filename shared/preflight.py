@@ -1,5 +1,6 @@
 """Everything about a stack that can be known to fail before a process is started: checked within a second."""
 
+import errno
 import re
 import socket
 from collections.abc import Mapping
@@ -52,7 +53,10 @@ def check_port(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one of a host
+        is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
+        remedy = "stop what uses the port, or choose another --port" if is_taken else "choose another --host"
+        if getattr(error, "errno", None) == errno.EACCES:
+            remedy = "choose another --port, from 1024 on"
         raise ResourceError(
-            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}; "
-            "stop what uses the port, or choose another --port or --host"
+            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}; {remedy}"
         ) from None

@@ -95,7 +95,12 @@ def _resident_memory() -> dict[str, float]:
 
     Pages of the file are shared by all processes and given back when memory is short, so they are told apart.
     """
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        # Nothing can be opened, for want of file descriptors perhaps. A sign of life is worth more than this.
+        return {}
+    status = dict(line.split(":", 1) for line in text.splitlines())
     kib = {name: float(status[name].split()[0]) for name in ("VmRSS", "RssFile")}
     return {
         "resident_memory_bytes": 1024 * kib["VmRSS"],

@@ -15,6 +15,7 @@ or the one that compose mounts.
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -27,8 +28,6 @@ from shared.locks import directory_held, is_path_locked, try_lock
 
 # A Unix socket's path may have 107 bytes.
 _MAX_DIRECTORY_BYTES = 80
-# Locks, sockets, the gateway's address, and logits that are on their way.
-_OUR_SUFFIXES = (".lock", ".sock", ".url", ".logits")
 _MAX_ATTEMPTS = 100
 
 LOOK_INTERVAL_S = 0.1
@@ -44,6 +43,10 @@ class Role(StrEnum):
     CPU_WORKER = "cpu_worker"
     STAGER = "stager"
 
+
+# Locks, sockets, the gateway's address, and logits that are on their way: by their whole names, because the
+# directory may be one that a user keeps other things in.
+_OUR_NAMES = re.compile(rf"({'|'.join(Role)})\.(lock|sock)|gateway\.url|strata-\w+\.logits")
 
 WORKER_ROLES = (Role.GPU_WORKER, Role.CPU_WORKER, Role.STAGER)
 
@@ -210,7 +213,7 @@ def _remove_ours(path: Path) -> None:
     """Removes what a stack makes in its directory, and the directory if that was all there is in it: a user
     may have named one that holds other things. Raises OSError where those remain."""
     for entry in path.iterdir():
-        if entry.suffix in _OUR_SUFFIXES and not entry.is_dir():
+        if _OUR_NAMES.fullmatch(entry.name) and not entry.is_dir():
             entry.unlink(missing_ok=True)
     path.rmdir()
 

@@ -120,8 +120,9 @@ def resolve(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     known: Mapping[str, Setting],
+    defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Builds the config from all sources.
+    """Builds the config from all sources; `defaults` has values for settings that none of them sets.
 
     `known` names every setting of every process: the file and the environment serve all of them, and what
     none of them knows is an error rather than a silent misspelling. Raises ConfigError naming the source.
@@ -137,6 +138,8 @@ def resolve(
             values[name] = _checked(item, environment[item.variable], item.variable)
         elif name in file_values:
             values[name] = _checked(item, file_values[name], f"{file_path}: {name}")
+        elif defaults and name in defaults:
+            values[name] = defaults[name]
     return config_class(**values)
 
 
@@ -164,9 +167,13 @@ def describe(config: Any) -> dict[str, str]:
     }
 
 
+_UNITS = ("SECONDS", "TOKENS", "MiB")
+
+
 def _help(item: Setting) -> str:
     default = "none" if item.default in (None, "", ()) else _text(item.default)
-    unit = f", in {item.spec.unit}" if item.spec.unit else ""
+    # The others say what kind of thing it is, which the place holder after the flag shows.
+    unit = f", in {item.spec.unit}" if item.spec.unit in _UNITS else ""
     # argparse expands % in help texts.
     return f"{item.spec.help}{unit} (default {default}) [{item.variable}]".replace("%", "%%")
 

@@ -219,6 +219,9 @@ class Supervisor:
                 answer: dict[str, Any] = await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return None
+        if response.status != 200 or "processes" not in answer:
+            # It is in trouble. That is judged by how long it lasts, as silence is.
+            return None
         self._keep_port(urlsplit(url).port)
         return answer
 

@@ -29,6 +29,10 @@ _log = logging.getLogger(__name__)
 # How long a request that has its turn waits for workers that are being restarted.
 _RECOVERY_TIMEOUT_S = 60.0
 _SEED_RANGE = 1 << 63
+# Prompts up to this many contexts long are counted exactly.
+_COUNTED_CONTEXTS = 4
+# Of a name that a client made up, in an error.
+_MAX_SHOWN_NAME = 100
 
 
 class Shape(Protocol):
@@ -63,7 +67,7 @@ def check_model(name: str | None, services: Services) -> None:
     served = (services.model_name, *services.config.aliases)
     if name is not None and name not in served:
         raise NotFoundError(
-            f"the model {name!r} does not exist here; served: {', '.join(served)}",
+            f"the model {name[:_MAX_SHOWN_NAME]!r} does not exist here; served: {', '.join(served)}",
             param="model",
             code="model_not_found",
         )
@@ -99,11 +103,15 @@ async def answer(
 
 
 def generate_request(
-    request_id: str, prompt_token_ids: list[int], body: GenerationFields, services: Services
+    request_id: str,
+    prompt_token_ids: list[int],
+    body: GenerationFields,
+    services: Services,
+    min_answer_tokens: int = 1,
 ) -> GenerateRequest:
     """What the gpu_worker is asked, with defaults filled in. Raises as `check_prompt` does."""
     config, tokenizer = services.config, services.loaded_text().tokenizer
-    check_prompt(prompt_token_ids, services)
+    check_prompt(prompt_token_ids, services, min_answer_tokens)
     room = services.engine.max_context - len(prompt_token_ids)
     limits = [limit for limit in (body.token_limit, config.max_new) if limit]
     seed = body.seed if body.seed is not None else config.seed
@@ -122,8 +130,9 @@ def generate_request(
     )
 
 
-def check_prompt(token_ids: list[int], services: Services) -> None:
-    """Raises InvalidRequestError or ContextLengthError where the model cannot read these ids."""
+def check_prompt(token_ids: list[int], services: Services, min_answer_tokens: int) -> None:
+    """Raises InvalidRequestError or ContextLengthError where the model cannot read these ids and then write
+    that many."""
     num_known = services.loaded_text().tokenizer.num_tokens
     if not token_ids:
         raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
@@ -131,12 +140,26 @@ def check_prompt(token_ids: list[int], services: Services) -> None:
         raise InvalidRequestError(
             f"the prompt has the token id {max(token_ids)}; the vocabulary has {num_known}", param="prompt"
         )
-    if services.engine.max_context and len(token_ids) >= services.engine.max_context:
-        raise ContextLengthError(
-            f"the prompt has {len(token_ids)} tokens, the context has room for "
-            f"{services.engine.max_context} with at least one token of answer; shorten it, "
-            "or raise --max-context"
-        )
+    max_context = services.engine.max_context
+    if max_context and len(token_ids) + min_answer_tokens > max_context:
+        raise too_long(f"{len(token_ids)}", services, min_answer_tokens)
+
+
+def max_counted_tokens(services: Services) -> int | None:
+    """Up to how many tokens a prompt is encoded, though it is too long already: its client is told its true
+    length, but not every length is worth the time. None while the context is not known."""
+    return _COUNTED_CONTEXTS * services.engine.max_context or None
+
+
+def too_long(length: str, services: Services, min_answer_tokens: int = 1) -> ContextLengthError:
+    """The error for a prompt of that many tokens."""
+    max_context = services.engine.max_context
+    answer = f", {min_answer_tokens} of answer is needed at least" if min_answer_tokens else ""
+    is_set_lower = max_context == services.config.max_context
+    remedy = ", or raise --max-context" if is_set_lower else ": the model is made for no more"
+    return ContextLengthError(
+        f"the prompt has {length} tokens{answer}, the context has room for {max_context}; shorten it{remedy}"
+    )
 
 
 def usage_of(num_prompt_tokens: int, outcome: Outcome) -> dict[str, Any]:
@@ -151,7 +174,7 @@ def usage_of(num_prompt_tokens: int, outcome: Outcome) -> dict[str, Any]:
 
 def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> dict[str, Any]:
     """The `timings` object that llama-server's clients know, and the waits behind it."""
-    times = outcome.finished.timings
+    times = outcome.timings
     prompt_ms, predicted_ms = 1e3 * times.prefill_s, 1e3 * times.decode_s
     num_predicted = outcome.num_output_tokens
     return {
@@ -226,8 +249,10 @@ class _Job:
     async def _text(self, generation: Generation) -> AsyncGenerator[str, None]:
         """Runs the generation, in its turn: the pieces of its text. Notes in metrics and log how it ended."""
         engine, admission = self.services.engine, self.services.admission
+        queued_at = time.monotonic()
         await self.place.granted
         await engine.wait_ready(_RECOVERY_TIMEOUT_S)
+        generation.waited_s = time.monotonic() - queued_at
         answers_of = engine.open(self.generate, partial(admission.give_back, self.place))
         async with answers_of as answers, aclosing(generation.text(answers)) as text:
             async for piece in text:

@@ -1,16 +1,17 @@
 """POST /v1/chat/completions."""
 
-import asyncio
 import time
 from typing import Any
 
 from aiohttp import web
 
-from gateway.api.answering import Prompt, answer, check_model
+from gateway.api.answering import Prompt, answer, check_model, max_counted_tokens, too_long
 from gateway.api.schema import ChatMessage, ChatRequest, read_body, refuse_unsupported
 from gateway.chat_template import ChatTemplateError
 from gateway.generation import Outcome
 from gateway.services import REQUEST_ID, SERVICES, Services
+from gateway.special_text import strings_in
+from gateway.tokenizer import TooManyTokensError
 from shared.errors import InvalidRequestError
 
 
@@ -24,7 +25,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
-    prompt = await encode_chat(services, plain["messages"], variables)
+    limit = max_counted_tokens(services)
+    prompt = await encode_chat(services, plain["messages"], variables, max_tokens=limit)
     shape = ChatShape(f"chatcmpl-{request[REQUEST_ID]}", services.model_name, int(time.time()))
     return await answer(request, prompt, body, shape)
 
@@ -44,8 +46,10 @@ async def encode_chat(
     messages: list[dict[str, Any]],
     variables: dict[str, Any],
     add_generation_prompt: bool = True,
+    max_tokens: int | None = None,
 ) -> Prompt:
-    """Renders and tokenises a conversation off the event loop. Raises InvalidRequestError."""
+    """Renders and tokenises a conversation off the event loop. Raises InvalidRequestError, and
+    ContextLengthError beyond `max_tokens`."""
     template = services.loaded_text().chat_template
     if template is None:
         raise InvalidRequestError(
@@ -53,12 +57,16 @@ async def encode_chat(
         )
     started = time.monotonic()
     try:
-        prompt = await asyncio.to_thread(
+        prompt = await services.off_loop(
+            sum(map(len, strings_in(messages))),
             template.encode_chat,
             [_with_known_role(message) for message in messages],
             template_kwargs=variables,
             add_generation_prompt=add_generation_prompt,
+            max_tokens=max_tokens,
         )
+    except TooManyTokensError as error:
+        raise too_long(f"more than {error.max_tokens}", services) from None
     except ChatTemplateError as error:
         raise InvalidRequestError(
             f"the chat template refuses the messages: {error}", param="messages"

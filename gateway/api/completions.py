@@ -1,15 +1,15 @@
 """POST /v1/completions."""
 
-import asyncio
 import time
 from typing import Any
 
 from aiohttp import web
 
-from gateway.api.answering import Prompt, answer, check_model
+from gateway.api.answering import Prompt, answer, check_model, max_counted_tokens, too_long
 from gateway.api.schema import CompletionRequest, read_body, refuse_unsupported
 from gateway.generation import Outcome
 from gateway.services import REQUEST_ID, SERVICES, Services
+from gateway.tokenizer import TooManyTokensError
 from shared.errors import InvalidRequestError
 
 
@@ -30,7 +30,14 @@ async def _encode(body: CompletionRequest, services: Services) -> Prompt:
     started = time.monotonic()
     if isinstance(text_or_ids, str):
         tokenizer = services.loaded_text().tokenizer
-        token_ids = tokenizer.with_bos(await asyncio.to_thread(tokenizer.encode, text_or_ids))
+        limit = max_counted_tokens(services)
+        try:
+            encoded = await services.off_loop(
+                len(text_or_ids), tokenizer.encode, text_or_ids, max_tokens=limit
+            )
+        except TooManyTokensError as error:
+            raise too_long(f"more than {error.max_tokens}", services) from None
+        token_ids = tokenizer.with_bos(encoded)
     else:
         token_ids = text_or_ids
     return Prompt(token_ids, time.monotonic() - started)

@@ -28,7 +28,8 @@ async def logits(request: web.Request) -> web.StreamResponse:
     """float32 rows [prompt tokens, vocabulary] as raw little-endian bytes; their number is in a header."""
     services = request.app[SERVICES]
     body, _ = await read_body(request, LogitsRequest, services)
-    generate = generate_request(request[REQUEST_ID], body.prompt_token_ids, GenerationFields(), services)
+    fields = GenerationFields()
+    generate = generate_request(request[REQUEST_ID], body.prompt_token_ids, fields, services, 0)
     if not services.engine.is_ready:
         raise services.engine.not_ready()
     async with services.admission.enter() as place:
@@ -65,7 +66,7 @@ async def _send(path: Path, num_rows: int, request: web.Request) -> web.StreamRe
 
 @contextmanager
 def _temporary_file(directory: Path) -> Iterator[Path]:
-    descriptor, name = tempfile.mkstemp(suffix=".logits", dir=directory)
+    descriptor, name = tempfile.mkstemp(prefix="strata-", suffix=".logits", dir=directory)
     os.close(descriptor)
     try:
         yield Path(name)

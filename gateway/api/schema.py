@@ -7,7 +7,7 @@ all kinds, but logged once and counted.
 import json
 import logging
 import re
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 from aiohttp import web
@@ -19,9 +19,15 @@ from shared.errors import InvalidRequestError
 _log = logging.getLogger(__name__)
 
 _MAX_STOP_STRINGS = 64
+# They are looked for in every answer, on the event loop.
+_MAX_STOP_LENGTH = 1000
+_MAX_INT = 2**31 - 1
+_MAX_SHOWN = 40
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+_PATH_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.+)`")
 
-NonEmpty = Annotated[str, Meta(min_length=1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=_MAX_STOP_LENGTH)]
 TokenIds = list[Annotated[int, Meta(ge=0)]]
 
 
@@ -38,10 +44,10 @@ class GenerationFields(Struct, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=_MAX_INT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: int | None = None
-    stop: NonEmpty | Annotated[list[NonEmpty], Meta(max_length=_MAX_STOP_STRINGS)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=_MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Accepted with the one value that means "not used"; see `refuse_unsupported`.
@@ -54,6 +60,8 @@ class GenerationFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
     # Accepted and of no effect on the answer.
     user: str | None = None
 
@@ -67,6 +75,8 @@ class GenerationFields(Struct, kw_only=True):
         "ignore_eos": (False,),
         "min_tokens": (0,),
         "stop_token_ids": ([],),
+        "modalities": (["text"],),
+        "audio": (),
     }
 
     @property
@@ -97,7 +107,7 @@ class TextPart(Struct):
 class ChatMessage(Struct):
     """One message; what else it holds is the chat template's business."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | list[TextPart] | None = None
 
 
@@ -204,7 +214,9 @@ async def read_body(
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     except ValueError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+        # Python's own words on a number too long to read would advise to reconfigure the interpreter.
+        reason = "a number in it has too many digits" if "digits" in str(error) else str(error)
+        raise InvalidRequestError(f"the body is not valid JSON: {reason}") from None
     if not isinstance(plain, dict):
         raise InvalidRequestError(f"the body is a JSON {_json_type(plain)}; a JSON object is expected")
     body = _checked(plain, kind)
@@ -232,20 +244,38 @@ def _checked(plain: dict[str, Any], kind: type[Body]) -> Body:
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
+        raise _invalid_field(str(error), plain) from None
     except UnicodeEncodeError as error:
         # Of a string where something else belongs: msgspec looks at it as UTF-8.
         raise InvalidRequestError(f"a string in the body is no text: {error.reason}") from None
 
 
-def _invalid_field(message: str) -> InvalidRequestError:
+def _invalid_field(message: str, plain: dict[str, Any]) -> InvalidRequestError:
     """From msgspec's message, which ends with the path of the field, or names one that is missing there."""
     reason, _, path = message.partition(" - at `$")
     param = path.rstrip("`").lstrip(".")
     if missing := _MISSING_FIELD.fullmatch(reason):
         param = f"{param}.{missing['name']}".lstrip(".")
         reason = "this field is required"
+    elif reason.startswith("Invalid enum value") and param.endswith(".role"):
+        reason = f"a message's role is one of {', '.join(get_args(Role))}"
+    elif param and (value := _shown_at(plain, param)):
+        reason = f"{reason}; it is {value}"
     return InvalidRequestError(f"{param or 'the body'}: {reason}", param=param or None)
+
+
+def _shown_at(plain: dict[str, Any], path: str) -> str:
+    """The number or short text at a path such as `messages[0].role`; nothing for what is no such thing."""
+    value: Any = plain
+    for name, place in _PATH_STEP.findall(path):
+        try:
+            value = value[name] if name else value[int(place)]
+        except (LookupError, TypeError):
+            return ""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a number beyond 64 bits"
+    shown = json.dumps(value) if isinstance(value, str | int | float) else ""
+    return shown if len(shown) <= _MAX_SHOWN else ""
 
 
 def _note_unknown_fields(plain: dict[str, Any], kind: type[Struct], services: Services) -> None:

@@ -1,7 +1,5 @@
 """POST /tokenize and /detokenize."""
 
-import asyncio
-
 from aiohttp import web
 
 from gateway.api.answering import check_model
@@ -17,12 +15,14 @@ async def tokenize(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     body, plain = await read_body(request, TokenizeRequest, services)
     check_model(body.model, services)
+    if [body.prompt, body.content, body.messages].count(None) != 2:
+        raise InvalidRequestError(
+            "give one of prompt (a text), content (the same) and messages (a chat)", param="prompt"
+        )
     text = body.prompt if body.prompt is not None else body.content
-    if (text is None) == (body.messages is None):
-        raise InvalidRequestError("give either prompt (a text) or messages (a chat)", param="prompt")
     tokenizer = services.loaded_text().tokenizer
     if text is not None:
-        token_ids = await asyncio.to_thread(tokenizer.encode, text, body.parse_special)
+        token_ids = await services.off_loop(len(text), tokenizer.encode, text, body.parse_special)
         if body.add_special_tokens is not False:
             token_ids = tokenizer.with_bos(token_ids)
     else:
@@ -49,5 +49,5 @@ async def detokenize_ids(request: web.Request) -> web.Response:
             f"the token id {max(body.tokens)} does not exist; the vocabulary has {tokenizer.num_tokens}",
             param="tokens",
         )
-    text = await asyncio.to_thread(detokenize, tokenizer, body.tokens, show_control=True)
+    text = await services.off_loop(len(body.tokens), detokenize, tokenizer, body.tokens, show_control=True)
     return web.json_response({"prompt": text, "text": text})

@@ -50,9 +50,11 @@ def run(parsed: argparse.Namespace) -> int:
         if value is not None
     }
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
-    chat = Chat(_checked(parsed.url).rstrip("/"), opening, options)
+    # Other clients are given the address with /v1.
+    chat = Chat(_checked(parsed.url).rstrip("/").removesuffix("/v1"), opening, options)
     model = chat.model_name()
     is_interactive = sys.stdin.isatty()
+    has_failed = False
     if is_interactive:
         print(f"{model} at {parsed.url}. {_HELP}.")
     while True:
@@ -61,7 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
         except EOFError:
             if is_interactive:
                 print()
-            return 0
+            break
         except KeyboardInterrupt:
             print()
             continue
@@ -69,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
             case "":
                 continue
             case "/exit" | "/quit":
-                return 0
+                break
             case "/new":
                 chat.begin_anew()
             case "/undo":
@@ -77,7 +79,9 @@ def run(parsed: argparse.Namespace) -> int:
             case "/help":
                 print(_HELP)
             case _:
-                chat.say(line)
+                has_failed |= not chat.say(line)
+    # Someone at a terminal has seen the error; a script looks at the code.
+    return int(has_failed and not is_interactive)
 
 
 class Chat:
@@ -106,8 +110,8 @@ class Chat:
         """Forgets the last question and its answer."""
         del self._messages[max(len(self._opening), len(self._messages) - 2) :]
 
-    def say(self, text: str) -> None:
-        """Sends a message and prints the answer as it comes."""
+    def say(self, text: str) -> bool:
+        """Sends a message and prints the answer as it comes. False where it failed; then it is forgotten."""
         messages = [*self._messages, {"role": "user", "content": text}]
         pieces: list[str] = []
         try:
@@ -120,9 +124,10 @@ class Chat:
             if pieces:
                 print()
             print(f"strata: {error}", file=sys.stderr)
-            return
+            return False
         print()
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        return True
 
     def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         body = {"messages": messages, "stream": True} | self._options

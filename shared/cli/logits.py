@@ -22,6 +22,9 @@ from shared.process import check_platform
 from shared.run_directory import Role
 from shared.supervisor import Supervisor
 
+_MAX_TOKEN_ID = 2**31 - 1
+"""Whatever the model: its own vocabulary is checked by the stack."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `strata logits`."""
@@ -36,13 +39,16 @@ def run(parsed: argparse.Namespace) -> int:
     token_ids = _read_ids(parsed.ids)
     if not parsed.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {parsed.out}: there is no directory {parsed.out.absolute().parent}")
+    if parsed.out.is_dir():
+        raise ConfigError(f"--out {parsed.out} is a directory; name a file to write")
     del parsed.ids
     out = parsed.__dict__.pop("out")
     configs = stack_configs(parsed, port="0", logits_endpoint="on", max_body_mib="1024")
     set_up_logging(configs[Role.GATEWAY].log_level, Role.SUPERVISOR, "logits")
     check_stack(configs)
     logits = asyncio.run(_compute(configs, token_ids))
-    np.savez(out, logits=logits, ids=token_ids)
+    with out.open("wb") as file:  # Given a name, numpy would add .npz to it.
+        np.savez(file, logits=logits, ids=token_ids)
     print(f"{out}: logits {list(logits.shape)}")
     return 0
 
@@ -50,12 +56,18 @@ def run(parsed: argparse.Namespace) -> int:
 def _read_ids(path: Path) -> NDArray[np.int64]:
     try:
         token_ids = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--ids {path}: not a readable .npy file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--ids {path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, EOFError):
+        # Numpy's own message would advise to unpickle it.
+        raise ConfigError(f"--ids {path}: not a .npy file of integers; numpy.save writes one") from None
     if not isinstance(token_ids, np.ndarray) or token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
         raise ConfigError(f"--ids {path}: expected a one-dimensional array of integers")
     if not len(token_ids):
         raise ConfigError(f"--ids {path}: there are no ids in it")
+    for extreme in (token_ids.min(), token_ids.max()):
+        if not 0 <= int(extreme) <= _MAX_TOKEN_ID:
+            raise ConfigError(f"--ids {path}: {extreme} is no token id; ids are 0 to {_MAX_TOKEN_ID}")
     return token_ids.astype(np.int64)
 
 

@@ -88,7 +88,7 @@ def _greeting(health: dict[str, Any], url: str, seconds: float) -> str:
             f"{health['model']} is served at {url} ({health['max_context']} tokens of context, "
             f"ready after {seconds:.1f} s)",
             f"resident memory, own + of files: {resident}",
-            "talk to it with `strata chat`, or:",
+            f"talk to it with `strata chat --url {url}`, or:",
             f"  curl {url}/v1/chat/completions -d '{question}'",
         ]
     )

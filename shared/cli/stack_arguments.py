@@ -10,7 +10,7 @@ from shared.run_directory import Role
 from shared.settings import add_flags, resolve, settings_of
 
 # A stack that someone watches in a terminal says little by itself.
-_QUIET = "warning"
+_DEFAULTS = {"log_level": "warning"}
 
 
 def add_stack_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +24,10 @@ def stack_configs(parsed: argparse.Namespace, **overrides: Any) -> dict[Role, Co
     flags = {name: value for name, value in vars(parsed).items() if name not in ("run", "model_path")}
     if parsed.model_path is not None:
         flags["model"] = parsed.model_path
-    if "log_level" not in flags and "STRATA_LOG_LEVEL" not in os.environ:
-        flags["log_level"] = _QUIET
     flags |= overrides
     known = settings_of(*PROCESS_CONFIGS.values())
     configs = {
-        Role(name): resolve(kind, flags=flags, environment=os.environ, known=known)
+        Role(name): resolve(kind, flags=flags, environment=os.environ, known=known, defaults=_DEFAULTS)
         for name, kind in PROCESS_CONFIGS.items()
     }
     return {role: _with_absolute_model(config) for role, config in configs.items()}

@@ -227,6 +227,9 @@ def _read_version(cursor: "_Cursor") -> int:
         raise ModelFileError(f"{cursor.path}: not a GGUF file: it begins with {magic!r}, expected {_MAGIC!r}")
     version = cursor.integer("<I", "the version")
     if version not in _SUPPORTED_VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
+        if swapped in _SUPPORTED_VERSIONS:
+            raise ModelFileError(f"{cursor.path}: the file is big-endian; get or make a little-endian one")
         raise ModelFileError(
             f"{cursor.path}: GGUF version {version} is not supported; convert the model to version "
             f"{_SUPPORTED_VERSIONS[-1]}, little-endian"
@@ -278,7 +281,10 @@ class _Cursor:
         """A u64 count of things of at least `smallest` bytes each, so that nonsense is refused early."""
         value = self.integer("<Q", what)
         if value * smallest > self._size:
-            raise ModelFileError(f"{self.path}: the {what} is {value}, more than the file can hold")
+            raise ModelFileError(
+                f"{self.path}: the {what} is {value}, more than the file can hold; "
+                "it is truncated or damaged, get it again"
+            )
         return value
 
     def string(self, what: str) -> str:

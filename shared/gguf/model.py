@@ -61,6 +61,13 @@ class GGUFModel:
         """Length of all parts in bytes."""
         return sum(part.num_bytes for part in self.parts)
 
+    @property
+    def name(self) -> str:
+        """The file's name without what tells parts and format."""
+        name = self.path.name
+        match = _PART_NAME.fullmatch(name)
+        return match["stem"] if match else name.removesuffix(".gguf")
+
     def fingerprint(self) -> str:
         """A short digest of the headers, that is of all metadata and of every tensor's name, type, shape and
         place: files of different models differ there."""

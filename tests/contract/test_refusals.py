@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -67,6 +69,8 @@ def test_a_body_that_is_no_json_object(stack: Stack, raw: bytes, words: str) -> 
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"top_k": 2**64}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
@@ -77,6 +81,8 @@ def test_a_body_that_is_no_json_object(stack: Stack, raw: bytes, words: str) -> 
         ({"stop": ["fine", ""]}, "stop[1]"),
         ({"stop": ["x"] * 65}, "stop"),
         ({"stop": 5}, "stop"),
+        ({"stop": "x" * 1001}, "stop"),
+        ({"stop": ["fine", "x" * 1001]}, "stop[1]"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": 5}, "stream_options"),
         ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
@@ -87,6 +93,20 @@ def test_a_body_that_is_no_json_object(stack: Stack, raw: bytes, words: str) -> 
 )
 def test_a_field_of_the_wrong_kind_is_named(stack: Stack, fields: dict[str, Any], param: str) -> None:
     assert_refused(stack.post(CHAT, {"messages": HELLO} | fields), 400, param=param, words=param)
+
+
+def test_what_is_wrong_is_shown_and_what_would_be_right(stack: Stack) -> None:
+    """The value, unless it is long, the limit or the choices."""
+    answer = stack.post(CHAT, {"messages": HELLO, "temperature": 99})
+    assert_refused(answer, 400, param="temperature", words="<= 5.0; it is 99")
+    answer = stack.post(CHAT, {"messages": HELLO, "stop": ["a", "x" * 5000]})
+    assert_refused(answer, 400, param="stop[1]", words="<= 1000")
+    assert len(answer.error["message"]) < 200
+    answer = stack.post(CHAT, {"messages": [*HELLO, {"role": "bot", "content": "x"}]})
+    assert_refused(answer, 400, param="messages[1].role", words="system, developer, user, assistant, tool")
+    answer = stack.post(CHAT, {"messages": HELLO, "model": "m" * 5000})
+    assert_refused(answer, 404, param="model", code="model_not_found", words="mmmm")
+    assert len(answer.error["message"]) < 300
 
 
 def test_a_missing_field_is_named(stack: Stack) -> None:
@@ -108,6 +128,8 @@ def test_a_missing_field_is_named(stack: Stack) -> None:
         (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]),
         (CHAT, "tool_choice", "required"),
         (CHAT, "response_format", {"type": "json_object"}),
+        (CHAT, "modalities", ["text", "audio"]),
+        (CHAT, "audio", {"voice": "alloy"}),
         (COMPLETIONS, "echo", True),
         (COMPLETIONS, "suffix", "end"),
         (COMPLETIONS, "best_of", 2),
@@ -230,12 +252,17 @@ def test_prompts_that_cannot_be_read(stack: Stack, prompt: Any, param: str) -> N
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_prompt_longer_than_the_context(stack: Stack, path: str) -> None:
-    text = "word " * 3000
+    text = "word " * 2000
     body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
     counted = stack.post("/tokenize", body).json
     answer = stack.post(path, body)
     assert_refused(answer, 400, code="context_length_exceeded", words=str(counted["count"]))
     assert str(counted["max_model_len"]) in answer.error["message"]
+    many = text * 40
+    body = {"messages": [{"role": "user", "content": many}]} if path == CHAT else {"prompt": many}
+    answer = stack.post(path, body)
+    # Nobody needs to know how long exactly, so nobody waits for that.
+    assert_refused(answer, 400, code="context_length_exceeded", words="more than 2400 tokens")
 
 
 def test_a_body_larger_than_allowed(stack: Stack) -> None:
@@ -295,3 +322,23 @@ def test_a_method_that_is_none_does_not_harm(stack: Stack) -> None:
 def test_the_log_has_no_accident(stack: Stack) -> None:
     """Runs last in this module: nothing above may have been an internal error."""
     assert "Traceback" not in stack.log
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: abc\r\n\r\n",
+        b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"HELO\r\n\r\n",
+    ],
+    ids=lambda raw: repr(raw[:12]),
+)
+def test_what_is_no_http_request(stack: Stack, raw: bytes) -> None:
+    """An answer of 400, a line in the log, no traceback for anyone who can reach the port to fill it with."""
+    address = urlsplit(stack.url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(raw)
+        assert b" 400 " in connection.recv(1000).split(b"\r\n")[0]
+    assert "Traceback" not in stack.log
+    assert "is no HTTP request" in stack.log

@@ -169,6 +169,8 @@ def test_both_names_of_the_text_work(stack: Stack) -> None:
         stack.post("/tokenize", {"content": "Hello"}).json
         == stack.post("/tokenize", {"prompt": "Hello"}).json
     )
+    both = stack.post("/tokenize", {"content": "Hello", "prompt": "Goodbye"})
+    assert (both.status, both.error["param"]) == (400, "prompt")
 
 
 def test_a_chat_is_tokenized_as_it_is_answered(stack: Stack) -> None:
@@ -221,5 +223,8 @@ def test_logits_of_nothing_are_refused(stack: Stack) -> None:
     assert stack.post("/v1/logits", {"prompt_token_ids": []}).error["param"] == "prompt_token_ids"
     assert stack.post("/v1/logits", {"prompt_token_ids": [10**9]}).status == 400
     assert (
-        stack.post("/v1/logits", {"prompt_token_ids": [1] * 700}).error["code"] == "context_length_exceeded"
+        stack.post("/v1/logits", {"prompt_token_ids": [1] * 601}).error["code"] == "context_length_exceeded"
     )
+    # No answer is to follow, so the whole context is for the prompt.
+    answer = stack.post("/v1/logits", {"prompt_token_ids": [1] * 600})
+    assert answer.headers["x-logits-shape"].startswith("600,")

@@ -35,9 +35,9 @@ def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_chat_through_a_pipe_prints_only_the_answers(stack: Stack) -> None:
-    ended = run(
-        "chat", "--url", stack.url, "--temperature", "0", "--max-tokens", "6", given="Hello\n\n/help\n"
-    )
+    # As the base URL of other clients is written.
+    url = f"{stack.url}/v1/"
+    ended = run("chat", "--url", url, "--temperature", "0", "--max-tokens", "6", given="Hello\n\n/help\n")
     hello = [{"role": "user", "content": "Hello"}]
     answer = stack.post("/v1/chat/completions", {"messages": hello, "temperature": 0, "max_tokens": 6}).json
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -72,7 +72,7 @@ def test_chat_remembers_forgets_and_takes_back(stack: Stack) -> None:
 
 def test_chat_tells_what_the_server_objects_to(stack: Stack) -> None:
     ended = run("chat", "--url", stack.url, "--temperature", "9", given="Hello\n")
-    assert ended.returncode == 0
+    assert ended.returncode == 1
     assert ended.stdout == ""
     assert ended.stderr.startswith("strata: temperature: ")
 
@@ -187,7 +187,7 @@ def test_chat_outlives_a_server_that_dies_in_its_answer(endless_stack: Stack) ->
         if chat.poll() is None:
             chat.kill()
             chat.wait()
-    assert chat.returncode == 0
+    assert chat.returncode == 1
     assert errors == "strata: the server ended in the middle of its answer\n"
     endless_stack.wait_ready()
 
@@ -262,10 +262,12 @@ def test_logits_that_are_interrupted_leave_nothing(files: Stack, tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "not a readable .npy file"),
+        (None, "not a .npy file"),
         (np.array([[1]]), "one-dimensional"),
         (np.array([1.5]), "integers"),
         (np.array([], np.int64), "no ids"),
+        (np.array([3, -1]), "-1 is no token id"),
+        (np.array([2**63], np.uint64), "9223372036854775808 is no token id"),
     ],
 )
 def test_logits_of_what_is_no_sequence(tmp_path: Path, content: np.ndarray | None, words: str) -> None:
@@ -278,6 +280,13 @@ def test_logits_of_what_is_no_sequence(tmp_path: Path, content: np.ndarray | Non
     assert ended.returncode == 2
     assert words in ended.stderr
     assert str(path) in ended.stderr
+
+
+def test_logits_into_what_is_a_directory(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.array([1, 2, 3]))
+    ended = run("logits", "--ids", str(tmp_path / "ids.npy"), "--out", str(tmp_path))
+    assert ended.returncode == 2
+    assert f"{tmp_path} is a directory" in ended.stderr
 
 
 def test_logits_into_a_directory_that_is_not_there(tmp_path: Path) -> None:

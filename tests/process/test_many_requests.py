@@ -1,13 +1,14 @@
 """Many requests, and clients that leave, dawdle or push: each gets its due and harms no other."""
 
 import asyncio
+import http.client
 import json
 import os
 import random
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,8 @@ from tests.support.stack import (
     events,
     first_text,
     measured,
+    stack_files,
+    strata_command,
     streaming_body,
     wait_for,
 )
@@ -121,7 +124,11 @@ async def test_who_waits_is_kept_alive_and_served_in_turn(
         for response in running:
             response.close()
         for response in (first, second):
-            assert [event async for event in events(response)][-1] == DONE
+            *_, end, last = [event async for event in events(response)]
+            assert last == DONE
+            # A comment came in between, so it was waiting for longer than between two of them.
+            if response is first:
+                assert end["timings"]["queue_ms"] > 200
     await asyncio.to_thread(wait_idle, endless_stack)
 
 
@@ -304,3 +311,36 @@ async def _text(session: aiohttp.ClientSession, stack: Stack, body: dict[str, An
             text: str = (await response.json())["choices"][0]["text"]
             return text
         return "".join([event["choices"][0]["text"] async for event in events(response) if event != DONE])
+
+
+def test_more_connections_than_descriptors() -> None:
+    """Idle ones, from a scanner perhaps: the stack stays up, and serves again when they are gone."""
+    with stack_files() as stack:
+        limited = ("/bin/sh", "-c", 'ulimit -n 128; exec "$@"', "sh", strata_command())
+        stack.launch(*limited, "serve", "--port", "0", "--run-dir", str(stack.run_dir))
+        stack.wait_served()
+        address = urlsplit(stack.url)
+        kept = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10)
+
+        def memory_of_the_gateway() -> int:
+            kept.request("GET", "/health")
+            response = kept.getresponse()
+            assert response.status == 200
+            memory: int = json.loads(response.read())["processes"]["gateway"]["resident_memory_bytes"]
+            return memory
+
+        assert memory_of_the_gateway() > 0
+        with ExitStack() as idle:
+            for _ in range(200):
+                idle.enter_context(socket.create_connection((address.hostname, address.port), timeout=5))
+            # Even that cannot be read any more.
+            wait_for(lambda: memory_of_the_gateway() == 0, 10, "a gateway without descriptors")
+            until = time.monotonic() + 2.5  # The supervisor looks once a second.
+            while time.monotonic() < until:
+                assert stack.supervisor.poll() is None
+                assert memory_of_the_gateway() == 0
+        kept.close()
+        stack.wait_ready()
+        assert_serves(stack)
+        assert stack.stop() == 0
+        stack.assert_nothing_left()

@@ -3,9 +3,11 @@
 from functools import cache
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gateway.tokenizer
 from gateway.chat_template import ChatTemplate
 from gateway.detokenizer import Detokenizer, detokenize
 from gateway.stop_strings import StopStrings
@@ -17,9 +19,10 @@ untimed = settings(deadline=None, print_blob=True)
 
 
 @cache
-def tokenizer() -> Tokenizer:
+def tokenizer(pre: str = "qwen35") -> Tokenizer:
     control = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "<|x|>y")
-    return Tokenizer.from_metadata(small_vocabulary(control=control), "small.gguf")
+    metadata = small_vocabulary(control=control) | {"tokenizer.ggml.pre": pre}
+    return Tokenizer.from_metadata(metadata, "small.gguf")
 
 
 @cache
@@ -82,6 +85,22 @@ def test_encoding_loses_nothing(text: str, parse_special: bool) -> None:
     """The bytes of the ids are the bytes of the text, special tokens in it or not."""
     token_ids = tokenizer().encode(text, parse_special)
     assert detokenize(tokenizer(), token_ids, show_control=True) == text
+
+
+BORDERS = st.text(st.sampled_from("ab1 .,'s\n\r\té\u0301中の。、Ж½_-"), max_size=60)
+
+
+@untimed
+@given(BORDERS, st.sampled_from(["qwen2", "qwen35"]), st.integers(1, 8))
+def test_parts_of_a_long_text_end_where_pieces_do(text: str, pre: str, part_length: int) -> None:
+    """Cut into parts or not, the pieces that are merged are the same."""
+    whole = tokenizer(pre)._bpe.pre_tokenizer.pre_tokenize_str(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gateway.tokenizer, "_PART_LENGTH", part_length)
+        parts = list(gateway.tokenizer._parts(text))
+    assert "".join(parts) == text
+    pieces = [piece for part in parts for piece in tokenizer(pre)._bpe.pre_tokenizer.pre_tokenize_str(part)]
+    assert [piece for piece, _ in pieces] == [piece for piece, _ in whole]
 
 
 @untimed

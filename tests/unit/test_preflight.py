@@ -94,7 +94,7 @@ def test_port_in_use(path: Path, taken: int) -> None:
     """The message has the address, the reason and the settings to change."""
     with pytest.raises(
         ResourceError,
-        match=rf"cannot listen on 127\.0\.0\.1:{taken}: Address already in use; .*another --port or --host",
+        match=rf"cannot listen on 127\.0\.0\.1:{taken}: Address already in use; stop what .*another --port",
     ):
         check(path, port=taken)
 
@@ -102,14 +102,16 @@ def test_port_in_use(path: Path, taken: int) -> None:
 def test_hosts_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another machine, not even a name, unknown: all the same kind of error."""
     for host in ("203.0.113.7", "x" * 70):
-        with pytest.raises(ResourceError, match=rf"^cannot listen on {host}:0: .+; stop what uses"):
+        with pytest.raises(ResourceError, match=rf"^cannot listen on {host}:0: .+; choose another --host"):
             check_port(host, 0)
 
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ResourceError, match=r"^cannot listen on nowhere:0: Name or service not known; stop"):
+    with pytest.raises(
+        ResourceError, match=r"^cannot listen on nowhere:0: Name or service not known; choose"
+    ):
         check_port("nowhere", 0)
 
 

@@ -123,10 +123,12 @@ def test_a_users_own_files_stay(directory: RunDirectory) -> None:
     (directory.path / "gateway.sock").touch()
     (directory.path / "thesis").mkdir()
     (directory.path / "thesis" / "chapter.lock").touch()
-    (directory.path / "notes.txt").touch()
+    theirs = ["Cargo.lock", "bookmark.url", "my.sock", "notes.txt", "odds.logits", "poetry.lock"]
+    for name in theirs:
+        (directory.path / name).touch()
     assert not directory.remove_if_deserted()
     left = sorted(entry.name for entry in directory.path.rglob("*"))
-    assert left == ["chapter.lock", "notes.txt", "thesis"]
+    assert left == sorted([*theirs, "chapter.lock", "thesis"])
 
 
 def test_a_role_is_taken_while_others_remove(directory: RunDirectory) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from shared.cli.stack_arguments import add_stack_arguments, stack_configs
 from shared.config import PROCESS_CONFIGS
 from shared.errors import ConfigError
+from shared.run_directory import Role
 from shared.settings import (
     add_flags,
     describe,
@@ -261,7 +263,9 @@ def test_help_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         resolved(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--count N, --slots N how many, in N (default 4) [STRATA_COUNT]" in text
+    assert "--count N, --slots N how many (default 4) [STRATA_COUNT]" in text
+    assert "--limit SECONDS" in text
+    assert ", in SECONDS (default 30)" in text
     assert "how much, 100% is all (default 0.5) [STRATA_SHARE]" in text
     assert "--level info|error how much is said (default info) [STRATA_LEVEL]" in text
     assert "--is-on, --no-is-on whether (default off) [STRATA_IS_ON]" in text
@@ -279,3 +283,27 @@ def test_real_settings_are_in_order() -> None:
         texts = {item.variable: describe(config)[name] for name, item in settings_of(config_class).items()}
         assert resolve(config_class, flags={}, environment=texts, known=known) == config
         assert to_environment(config) == {}
+
+
+def test_commands_that_start_a_stack_are_quiet_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own default comes after every source."""
+    file = tmp_path / "strata.toml"
+    file.write_text('log_level = "debug"')
+    for variable in ("STRATA_LOG_LEVEL", "STRATA_CONFIG"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def level(*flags: str) -> str:
+        parser = argparse.ArgumentParser()
+        add_stack_arguments(parser)
+        configs = stack_configs(parser.parse_args(flags))
+        return configs[Role.GATEWAY].log_level
+
+    assert level() == "warning"
+    assert level("--config", str(file)) == "debug"
+    assert level("--config", str(file), "--log-level", "info") == "info"
+    monkeypatch.setenv("STRATA_LOG_LEVEL", "")
+    assert level() == "warning"
+    monkeypatch.setenv("STRATA_LOG_LEVEL", "error")
+    assert level() == "error"

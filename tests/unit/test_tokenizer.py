@@ -1,13 +1,13 @@
 """The tokenizer on a vocabulary small enough to know by heart."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
 
 import gateway.tokenizer
 from gateway.detokenizer import detokenize
-from gateway.tokenizer import Tokenizer, TokenizerError
+from gateway.tokenizer import Tokenizer, TokenizerError, TooManyTokensError
 from tests.support.vocabulary import small_vocabulary, spell
 
 
@@ -236,3 +236,26 @@ def test_merges_cannot_make_control_tokens() -> None:
     metadata = small_vocabulary(words=(), control=("<|", "<e>"))
     with pytest.raises(TokenizerError, match="merges does not fit"):
         Tokenizer.from_metadata(metadata | {"tokenizer.ggml.merges": ["< |"]}, "small.gguf")
+
+
+def test_a_limit_ends_the_work_early(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the limit all ids come; beyond it, what is left of the text is not looked at."""
+    monkeypatch.setattr(gateway.tokenizer, "_PART_LENGTH", 100)
+    text = "he. " * 1000
+    ids = tokenizer.encode(text)
+    assert tokenizer.encode(text, max_tokens=len(ids)) == ids
+    with pytest.raises(TooManyTokensError, match=f"more than {len(ids) - 1} tokens"):
+        tokenizer.encode(text, max_tokens=len(ids) - 1)
+    parts = tokenizer._encode_plain(text)
+    num_looked_at = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal num_looked_at
+        for piece in ("he. " * 25, *["he. "] * 1000):
+            num_looked_at += 1
+            yield piece
+
+    assert len(list(parts)) > 30
+    with pytest.raises(TooManyTokensError):
+        tokenizer.encode_pieces(counted(), max_tokens=60)
+    assert num_looked_at < 20
