@@ -61,6 +61,21 @@ class Admission:
                 place.granted.set_exception(_draining_error())
         self._waiting.clear()
 
+    def check_room(self) -> None:
+        """Raises DrainingError or QueueFullError where a request that came now would not be let in."""
+        if self.is_draining:
+            raise _draining_error()
+        if not self._has_free_place and len(self._waiting) >= self._queue_size:
+            raise QueueFullError(
+                f"{self.num_running} requests run and {len(self._waiting)} wait, "
+                "as many as --queue-size allows; try again later",
+                retry_after_s=self._retry_after_s(),
+            )
+
+    @property
+    def _has_free_place(self) -> bool:
+        return self.num_running < self._max_running and not self._waiting
+
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[Place]:
         """A place for one request, given back when the context is left, in whatever way, if not before.
@@ -68,17 +83,10 @@ class Admission:
         Raises DrainingError or QueueFullError at once. Otherwise the request may begin when the place is
         granted.
         """
-        if self.is_draining:
-            raise _draining_error()
+        self.check_room()
         place = Place()
-        if self.num_running < self._max_running and not self._waiting:
+        if self._has_free_place:
             self._grant(place)
-        elif len(self._waiting) >= self._queue_size:
-            raise QueueFullError(
-                f"{self.num_running} requests run and {len(self._waiting)} wait, "
-                "as many as --queue-size allows; try again later",
-                retry_after_s=self._retry_after_s(),
-            )
         else:
             self._waiting.append(place)
         self._num_inside += 1

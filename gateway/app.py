@@ -3,6 +3,7 @@
 import logging
 import re
 import secrets
+import time
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -15,7 +16,7 @@ from gateway.api.models import get_model, list_models
 from gateway.api.status import get_version, health, livez, metrics, readyz
 from gateway.api.tokenize import detokenize_ids, tokenize
 from gateway.error_responses import REQUEST_ID_HEADER, error_middleware
-from gateway.services import REQUEST_ID, SERVICES, Services
+from gateway.services import ARRIVED_AT, REQUEST_ID, SERVICES, Services
 
 _log = logging.getLogger(__name__)
 
@@ -69,5 +70,6 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
     """Takes the client's request id, made unique, or makes one: it is in every log line and error."""
     own = secrets.token_hex(8)
     given = request.headers.get(REQUEST_ID_HEADER, "")
+    request[ARRIVED_AT] = time.monotonic()
     request[REQUEST_ID] = f"{given}-{own}" if _ACCEPTABLE_REQUEST_ID.fullmatch(given) else own
     return await handler(request)

@@ -6,6 +6,7 @@ and are handed to the request they belong to. This module knows messages, not HT
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -47,8 +48,10 @@ class EngineStream:
         self._request = request
         self._on_last_word = on_last_word
         # Bounded by the answer's length: one entry per token at most.
-        self._answers: asyncio.Queue[Answer | GenerationError] = asyncio.Queue()
+        self._answers: asyncio.Queue[tuple[float, Answer | GenerationError]] = asyncio.Queue()
         self._is_over = False
+        # When the answer that `next` returned last had come, whenever it was asked for.
+        self.answered_at = 0.0
 
     async def __aenter__(self) -> Self:
         self._client.begin(self, self._request)
@@ -61,7 +64,7 @@ class EngineStream:
 
     async def next(self) -> Answer:
         """The next answer. Raises GenerationError where the request failed."""
-        answer = await self._answers.get()
+        self.answered_at, answer = await self._answers.get()
         if isinstance(answer, GenerationError):
             self._is_over = True
             raise answer
@@ -81,7 +84,7 @@ class EngineStream:
 
     def put(self, answer: Answer | GenerationError) -> None:
         """Hands an answer to whoever reads the stream."""
-        self._answers.put_nowait(answer)
+        self._answers.put_nowait((time.monotonic(), answer))
         if isinstance(answer, RequestFinished | GenerationError):
             self._on_last_word()
 

@@ -23,6 +23,7 @@ REQUEST_ID_HEADER = "x-request-id"
 _INTERNAL_ERROR = "internal_error"
 # As other servers log a client that hung up; nobody gets to see it.
 _CLIENT_CLOSED = 499
+_MAX_SHOWN_PATH = 100
 
 
 def error_object(message: str, error_type: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def error_response(error: Exception, request_id: str) -> web.Response:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives every request its id, and every failure its error object and its place in the metrics."""
+    """Gives every failure its error object and its place in the metrics."""
     request_id = request[REQUEST_ID]
     try:
         response = await handler(request)
@@ -107,9 +108,8 @@ def _from_http(error: web.HTTPException, request: web.Request) -> Exception:
     """What aiohttp raises by itself, as our own errors."""
     match error:
         case web.HTTPNotFound():
-            return NotFoundError(
-                f"there is no {request.path} here; see /v1/models, /v1/chat/completions, /health"
-            )
+            path = request.path[:_MAX_SHOWN_PATH]
+            return NotFoundError(f"there is no {path!r} here; see /v1/models, /v1/chat/completions, /health")
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return MethodNotAllowedError(f"{request.path} takes {allowed}, not {request.method}")

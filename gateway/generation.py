@@ -3,7 +3,6 @@
 The text pieces come in order and never split a character. After the last one, `outcome` has the rest.
 """
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +56,7 @@ class Generation:
             answer = await answers.next()
             match answer:
                 case TokenChunk(token_ids=token_ids):
-                    self._note_time()
+                    self._note_time(answers.answered_at)
                     self._num_output_tokens += len(token_ids)
                     piece, matched = self._matcher.feed(self._detokenizer.feed(self._visible(token_ids)))
                     if piece:
@@ -88,8 +87,7 @@ class Generation:
             if token_id not in self._request.eos_token_ids and token_id < self._num_known_tokens
         ]
 
-    def _note_time(self) -> None:
-        now = time.monotonic()
+    def _note_time(self, now: float) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
         else:

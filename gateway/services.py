@@ -14,13 +14,15 @@ from gateway.engine_client import EngineClient
 from gateway.metrics import Metrics
 from gateway.text_model import TextModel
 from shared.config import GatewayConfig
+from shared.errors import QueueFullError
 from shared.process import ProcessContext
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# Longer texts than this, in characters, wait for each other.
-_LONG_TEXT = 1 << 18
+# Bodies longer than this, in bytes, are worked on one after the other.
+_LONG_BODY = 1 << 18
+_RETRY_AFTER_S = 5
 
 
 @dataclass(slots=True)
@@ -35,8 +37,9 @@ class Services:
     metrics: Metrics
     text: TextModel | None = None
     known_unknown_fields: set[str] = field(default_factory=set)
-    _long_texts: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="long-text")
+    _num_long: int = 0
+    _long_bodies: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="long-body")
     )
 
     @property
@@ -51,16 +54,30 @@ class Services:
 
     async def off_loop(
         self,
-        num_characters: int,
+        num_bytes: int,
         function: Callable[Parameters, Result],
         *arguments: Parameters.args,
         **named: Parameters.kwargs,
     ) -> Result:
-        """Runs work on a text of that length in a thread. Long texts take turns, so that they leave threads
-        and cores to short ones; one whose client leaves before its turn is never begun."""
-        pool = self._long_texts if num_characters > _LONG_TEXT else None
+        """Runs work on what came in a body of that length in a thread. Long ones take turns, so that they
+        leave threads and cores to short ones; one whose client leaves before its turn is never begun.
+
+        Raises QueueFullError where as many wait for their turn as requests may wait for theirs.
+        """
         work = partial(function, *arguments, **named)
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        loop = asyncio.get_running_loop()
+        if num_bytes <= _LONG_BODY:
+            return await loop.run_in_executor(None, work)
+        if self._num_long > self.config.queue_size:
+            raise QueueFullError(
+                f"{self._num_long} long texts wait to be read, more than --queue-size allows; try later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._num_long += 1
+        try:
+            return await loop.run_in_executor(self._long_bodies, work)
+        finally:
+            self._num_long -= 1
 
     def loaded_text(self) -> TextModel:
         """Tokenizer and template. Raises ModelLoadingError while they are not there."""
@@ -71,3 +88,7 @@ class Services:
 
 SERVICES = web.AppKey("services", Services)
 REQUEST_ID = web.RequestKey("request_id", str)
+ARRIVED_AT = web.RequestKey("arrived_at", float)
+"""`time.monotonic()` when the request's head had come."""
+BODY_BYTES = web.RequestKey("body_bytes", int)
+"""Length of the body, once it has been read."""

@@ -107,16 +107,18 @@ class Disguise:
 
 
 def strings_in(value: object) -> Iterator[str]:
-    """Every string in a JSON-like value, keys of objects included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from strings_in(key)
-            yield from strings_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from strings_in(item)
+    """Every string in a JSON-like value, keys of objects included, in no particular order."""
+    # Not by recursion: generators within generators cost each string its depth, which a client chooses.
+    open_values = [value]
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            open_values += value
+            open_values += value.values()
+        elif isinstance(value, list | tuple):
+            open_values += value
 
 
 def with_strings_replaced(value: object, replace: Callable[[str], str]) -> object:

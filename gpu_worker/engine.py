@@ -149,6 +149,8 @@ class Engine:
         """Carries out what is queued; sleeps where there is neither a command nor a sequence."""
         while True:
             has_work = bool(self._scheduler.num_running or self._scheduler.num_waiting)
+            for ring in self._rings.values():
+                ring.set_in_use(has_work)
             try:
                 command = self._commands.get(block=not has_work)
             except queue.Empty:
@@ -157,6 +159,8 @@ class Engine:
             if isinstance(command, Stop):
                 return False
             self._carry_out(command)
+            # Nor does a command that was the last for a while keep a ring.
+            del command
 
     def _carry_out(
         self, command: GenerateRequest | AbortRequest | AttachRing | DetachRing | AbortAll
@@ -220,12 +224,15 @@ class Engine:
             _log.error("a step of %d requests failed: %s", len(works), error)
             self._fail(works, error)
             return
-        except torch.OutOfMemoryError as error:
-            _log.error("a step of %d requests failed: %s", len(works), error)
-            remedy = "the device is out of memory; lower --max-context, --parallel or --prefill"
-            self._fail(works, GenerationError(remedy))
-            return
-        except Exception:
+        except torch.AcceleratorError:
+            # A device that has failed once in this way fails every time, until the process is started anew.
+            raise
+        except Exception as error:
+            if _is_out_of_memory(error):
+                _log.error("a step of %d requests failed: %s", len(works), error)
+                remedy = "the device is out of memory; lower --max-context, --parallel or --prefill"
+                self._fail(works, GenerationError(remedy))
+                return
             _log.exception("a step of %d requests failed", len(works))
             self._fail(works, GenerationError("an internal error; the server's log has the details"))
             return
@@ -293,3 +300,8 @@ class Engine:
 
     def _post_failure(self, request_id: str, failure: GenerationError) -> None:
         self._post(RequestFailed(request_id=request_id, code=failure.code, reason=str(failure)))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a type for it on a device only; on the CPU it is a RuntimeError like any other."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

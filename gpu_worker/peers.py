@@ -5,10 +5,11 @@ ring it was given, which nobody reads any more; its successor has another one.
 """
 
 import itertools
+import logging
 from collections.abc import Callable
 
 from gpu_worker.engine import AttachRing, DetachRing, Engine
-from shared.errors import WorkerFailedError
+from shared.errors import ResourceError, WorkerFailedError
 from shared.link import Peer
 from shared.messages import FromConnecting, Init
 from shared.model_config import Qwen4ExpConfig
@@ -16,6 +17,8 @@ from shared.ring import RingClient, RingShape
 from shared.run_directory import Role
 from shared.topology import spin_time_s
 from shared.work_slots import expert_ring, ngram_ring
+
+_log = logging.getLogger(__name__)
 
 
 class PeerListener:
@@ -46,14 +49,20 @@ class PeerListener:
         """The workers the gpu_worker waits for."""
         return [role for role in (Role.CPU_WORKER, Role.STAGER) if role not in self._ready]
 
-    def greet(self, role: Role) -> Init:
-        """Makes the ring that the new peer is to serve."""
+    def greet(self, role: Role) -> Init | None:
+        """Makes the ring that the new peer is to serve. None where there is no room for it now: the ring of
+        its predecessor may not be gone yet."""
         self._withdraw(role)
         shape = self._shape(role)
         if shape is None:
             return Init(incarnation=self._incarnation)
         purpose = f"{role}-{next(self._numbers)}"
-        ring = self._offered[role] = RingClient(shape, purpose, self._incarnation, spin_s=spin_time_s())
+        try:
+            ring = RingClient(shape, purpose, self._incarnation, spin_s=spin_time_s())
+        except ResourceError as error:
+            _log.error("%s", error)
+            return None
+        self._offered[role] = ring
         return Init(incarnation=self._incarnation, segment=ring.descriptor, ring_tokens=self._max_tokens)
 
     def peer_ready(self, peer: Peer) -> None:

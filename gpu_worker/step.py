@@ -1,5 +1,6 @@
 """Computes one step: gathers its tokens, asks for their n-gram rows, runs the model."""
 
+import os
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -86,7 +87,8 @@ def _batch(model: Qwen4Exp, works: Items[Work], torch_device: torch.device) -> B
 
 
 def _append_logits(model: Qwen4Exp, streams: Tensor, path: str) -> None:
-    with open(path, "ab") as file:
+    # Not made anew where the client has left and the gateway has removed it.
+    with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "ab") as file:
         for start in range(0, len(streams), _LOGIT_ROWS):
             logits = model.logits(streams[start : start + _LOGIT_ROWS])
             file.write(logits.cpu().numpy().tobytes())

@@ -61,10 +61,12 @@ class GpuWorker:
                 while context.directory.look_at(Role.GATEWAY).is_alive and engine.idle_s < _STILL_S:  # noqa: ASYNC110
                     await asyncio.sleep(_DRAIN_LOOK_INTERVAL_S)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                self._close()
+                try:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                finally:
+                    self._close()
 
     # The link to the gateway.
 

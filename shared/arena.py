@@ -117,7 +117,7 @@ class Segment:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if not _has_header(descriptor, layout):
+                if described.num_bytes != layout.num_bytes or not _has_header(descriptor, layout):
                     raise ProtocolError(
                         f"{path}: the segment has another layout; are both sides the same version?"
                     )

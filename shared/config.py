@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.demo_model import DEMO_MODEL_PATH
+from shared.errors import ConfigError
 from shared.settings import setting
 
 _MODEL = "model and files"
@@ -17,6 +18,9 @@ _CAPACITY = "capacity"
 _SAMPLING = "sampling defaults, for requests that do not say"
 _COMPUTE = "devices and threads"
 _LIFE = "processes and time limits"
+
+# A single sign of life that comes late shall not be taken for none.
+_MIN_HEARTBEATS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,8 @@ class GatewayConfig(CapacityConfig):
         "token ids that end an answer, separated by commas (default: the model's)",
         group=_SAMPLING,
         unit="IDS",
+        minimum=0,
+        maximum=2**31 - 1,
     )
     logits_endpoint: bool = setting(
         False, "serve POST /v1/logits, which `strata logits` uses", group=_NETWORK
@@ -205,3 +211,14 @@ PROCESS_CONFIGS: dict[str, type[CommonConfig]] = {
     "cpu_worker": CpuWorkerConfig,
     "stager": StagerConfig,
 }
+
+
+def check_heartbeats(config: CommonConfig) -> None:
+    """Raises ConfigError where a healthy process would be taken for a stuck one."""
+    shortest = _MIN_HEARTBEATS * config.heartbeat_interval_s
+    if config.heartbeat_timeout_s < shortest:
+        raise ConfigError(
+            f"--heartbeat-timeout-s is {config.heartbeat_timeout_s:g}, less than {_MIN_HEARTBEATS} times "
+            f"--heartbeat-interval-s ({config.heartbeat_interval_s:g}); "
+            f"raise it to {shortest:g}, or lower the interval"
+        )

@@ -6,12 +6,19 @@ import sys
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(role)s.%(incarnation)s %(name)s: %(message)s"
 
 
+_SHOWN_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029) if code != ord("\t")
+}
+
+
 def set_up_logging(level: str, role: str, incarnation: str) -> None:
     """Routes every log record of this process to standard error."""
 
     class Stamp(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:
             record.role, record.incarnation = role, incarnation
+            # Clients choose part of what is logged: it shall not make lines, or colours, of its own.
+            record.msg, record.args = record.getMessage().translate(_SHOWN_CONTROLS), ()
             return True
 
     handler = logging.StreamHandler(sys.stderr)

@@ -6,7 +6,14 @@ import socket
 from collections.abc import Mapping
 
 from shared.arena import SHARED_MEMORY, free_shared_memory
-from shared.config import CommonConfig, CpuWorkerConfig, GatewayConfig, GpuWorkerConfig, StagerConfig
+from shared.config import (
+    CommonConfig,
+    CpuWorkerConfig,
+    GatewayConfig,
+    GpuWorkerConfig,
+    StagerConfig,
+    check_heartbeats,
+)
 from shared.errors import ConfigError, ResourceError
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
@@ -15,7 +22,7 @@ from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set
 from shared.work_slots import shared_memory_needed
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,2})?")
 
 
 def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
@@ -27,6 +34,7 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     assert isinstance(gpu_worker, GpuWorkerConfig)
     assert isinstance(cpu_worker, CpuWorkerConfig)
     assert isinstance(stager, StagerConfig)
+    check_heartbeats(gateway)
     if not _DEVICE.fullmatch(gpu_worker.device):
         raise ConfigError(f"--device is {gpu_worker.device!r}; it can be auto, cpu, cuda or cuda:N")
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)

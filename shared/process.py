@@ -1,6 +1,6 @@
 """The skeleton of a worker process: start, signals, roles, states and exit, the same for all four.
 
-States: STARTING -> READY -> DRAINING -> STOPPED, with WAITING in between while a peer it needs is away.
+States: STARTING -> READY -> DRAINING, with WAITING in between while a peer it needs is away.
 
 SIGTERM drains: the process finishes what others rely on and leaves by itself, at the latest after
 `drain_timeout_s`. A process that still loads has nothing to finish and leaves at once; so does one that gets
@@ -28,7 +28,7 @@ from typing import Generic, NoReturn, TypeVar
 
 import uvloop
 
-from shared.config import PROCESS_CONFIGS, CommonConfig
+from shared.config import PROCESS_CONFIGS, CommonConfig, check_heartbeats
 from shared.errors import ConfigError, StartError
 from shared.gguf.model import GGUFModel
 from shared.link import Identity, close_links
@@ -57,8 +57,6 @@ class ProcessState(StrEnum):
     WAITING = "waiting"
     READY = "ready"
     DRAINING = "draining"
-    STOPPED = "stopped"
-    FAILED = "failed"
 
 
 @dataclass(slots=True)
@@ -143,6 +141,7 @@ def _exit_code(
         if SUPERVISED_VARIABLE not in os.environ:
             warn_of_unknown_variables()
         check_platform()
+        check_heartbeats(config)
         model = GGUFModel(config.model)
         # From here on there is something to clean up: a signal waits until the loop has its handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)

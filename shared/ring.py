@@ -2,7 +2,7 @@
 
 ::
 
-    segment:  | submitted u64 | completed u64 | slot 0 | slot 1 | ... |       slot = the caller's arrays
+    segment:  | submitted u64 | completed u64 | in use u64 | slot 0 | slot 1 | ...   slot: the caller's arrays
 
     client                                     server
     ------                                     ------
@@ -15,6 +15,9 @@
 The two counters only grow, and each has a single writer. A slot belongs to the client until `submitted`
 passes it and again once `completed` has; in between it is the server's. Slots complete in order.
 
+`in use` is set by the client while more submissions are to be expected: a server that is asked to leave waits
+for it to be 0.
+
 The counters are plain aligned 64-bit stores and loads through a memoryview. That is enough on x86-64, where
 stores become visible in program order; the package refuses to start elsewhere (see `shared.process`).
 
@@ -22,6 +25,8 @@ Waiting: spin for `spin_s` looking at the counter, which answers within 2 us, th
 woken. Spinning only pays where the other side has a core of its own, so it is chosen from the CPU count.
 """
 
+import copy
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,9 +40,11 @@ from shared import futex
 from shared.arena import Segment, SegmentDescriptor, SegmentLayout
 from shared.errors import GenerationError, StepStalledError
 
+_log = logging.getLogger(__name__)
+
 # A sleeper looks up at least this often, in case the peer died between two looks.
 _MAX_SLEEP_S = 0.05
-_SUBMITTED, _COMPLETED = "submitted", "completed"
+_SUBMITTED, _COMPLETED, _IN_USE = "submitted", "completed", "in_use"
 _ERROR_BYTES = 512
 
 Arrays = dict[str, NDArray[Any]]
@@ -55,6 +62,7 @@ class RingShape:
         fields: dict[str, tuple[DTypeLike, tuple[int, ...]]] = {
             _SUBMITTED: (np.uint64, (8,)),
             _COMPLETED: (np.uint64, (8,)),
+            _IN_USE: (np.uint64, (8,)),
         }
         for slot in range(self.num_slots):
             for name, (dtype, shape) in self.arrays.items():
@@ -156,7 +164,9 @@ class RingClient(_RingSide):
         deadline = time.monotonic() + timeout_s
         while (completed := self._completed.value) <= ticket:
             if self._failure is not None:
-                raise self._failure
+                # A fresh one each time: its traceback has the frames of the whole step, and the ring shall
+                # not keep those, and their memory, alive.
+                raise copy.copy(self._failure)
             if time.monotonic() > deadline:
                 raise StepStalledError(
                     f"the {peer} has not answered for {timeout_s:g} s; "
@@ -164,6 +174,10 @@ class RingClient(_RingSide):
                 )
             # The value just looked at: an answer that came since then would otherwise be slept through.
             self._completed.sleep_while(completed)
+
+    def set_in_use(self, is_in_use: bool) -> None:
+        """Tells the server whether more submissions are to be expected soon."""
+        self._segment.arrays[_IN_USE][0] = is_in_use
 
     def fail(self, failure: GenerationError) -> None:
         """Makes every wait, the running one too, end with `failure`. Called from any thread."""
@@ -182,7 +196,6 @@ class RingServer(_RingSide):
         """Raises ProtocolError where the segment is gone or laid out in another way."""
         super().__init__(shape, Segment.attach(descriptor, shape.layout()), spin_s)
         self._stopped = threading.Event()
-        self.last_served = time.monotonic()
 
     def serve(self, work: Callable[[Arrays], None]) -> None:
         """Calls `work` on every submitted slot until `stop`. An exception of `work` fails its slot only."""
@@ -200,12 +213,18 @@ class RingServer(_RingSide):
             try:
                 work(slot)
             except Exception as error:
+                _log.exception("the work of one slot failed")
                 # "replace", because file names in errors need not be valid text.
                 failure = f"{type(error).__name__}: {error}".encode(errors="replace")[: _ERROR_BYTES - 1]
             slot["error"][: len(failure)] = np.frombuffer(failure, np.uint8)
             slot["error"][len(failure) :] = 0
             self._completed.publish(number + 1)
-            self.last_served = time.monotonic()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the client expects more of this ring, or waits for it."""
+        is_open = self._submitted.value > self._completed.value
+        return is_open or bool(self._segment.arrays[_IN_USE][0])
 
     def stop(self) -> None:
         """Makes `serve` return soon. Called from any thread."""

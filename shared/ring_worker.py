@@ -8,9 +8,9 @@ thread ends and the ring is let go.
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from shared.link import LinkClient
 from shared.messages import FromBinding, Heartbeat, Init
@@ -21,8 +21,6 @@ from shared.topology import spin_time_s
 
 _log = logging.getLogger(__name__)
 
-# A draining process leaves when the ring has been still for so long, even if the gpu_worker stays.
-_STILL_S = 1.0
 _DRAIN_LOOK_INTERVAL_S = 0.05
 
 
@@ -78,22 +76,23 @@ class RingListener:
         self._work = work
         self._server: RingServer | None = None
         self._thread: threading.Thread | None = None
+        self._loop = asyncio.get_running_loop()
+        # Never done, but for the failure of a ring's thread outside of its work.
+        self.broken: asyncio.Future[None] = self._loop.create_future()
 
     @property
-    def still_s(self) -> float:
-        """Seconds since the last slot was served; infinite where no ring is attached."""
-        return time.monotonic() - self._server.last_served if self._server is not None else float("inf")
+    def is_in_use(self) -> bool:
+        """Whether the gpu_worker computes something that needs this process."""
+        return self._server is not None and self._server.is_in_use
 
     async def attach(self, init: Init) -> dict[str, int | float | str]:
         if self._work is not None and init.segment is not None:
             shape = self._work.shape(init.ring_tokens)
             self._server = RingServer(shape, init.segment, spin_s=spin_time_s())
-            self._thread = threading.Thread(
-                target=self._server.serve, args=(self._work.serve,), name="ring", daemon=True
-            )
+            serve = partial(self._server.serve, self._work.serve)
+            self._thread = threading.Thread(target=self._run, args=(serve,), name="ring", daemon=True)
             self._thread.start()
-        self._context.state = ProcessState.READY
-        self._context.report("serving", 1.0)
+        self._tell(ProcessState.READY, "serving")
         return {}
 
     async def detach(self, reason: str) -> None:
@@ -102,14 +101,29 @@ class RingListener:
             await asyncio.to_thread(self._thread.join)
             self._server.close()
             self._server = self._thread = None
-        self._context.state = ProcessState.WAITING
-        self._context.report("waiting for the gpu_worker", 1.0)
+        self._tell(ProcessState.WAITING, "waiting for the gpu_worker")
 
     def heartbeat(self) -> Heartbeat:
         return self._context.heartbeat()
 
     def message(self, message: FromBinding) -> None:
         _log.error("the gpu_worker sent a %s, which is not for this process", type(message).__name__)
+
+    def _tell(self, state: ProcessState, activity: str) -> None:
+        if not self._context.drain.is_set():
+            self._context.state = state
+        self._context.report(activity, 1.0)
+
+    def _run(self, serve: Callable[[], None]) -> None:
+        """The ring's thread. Without it the process would look well and do nothing."""
+        try:
+            serve()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(self._break, error)
+
+    def _break(self, error: BaseException) -> None:
+        if not self.broken.done():
+            self.broken.set_exception(error)
 
 
 async def run_ring_worker(
@@ -130,17 +144,24 @@ async def run_ring_worker(
             ring_listener = RingListener(context, work)
             ring_link = links.to(Role.GPU_WORKER, ring_listener)
             tasks.append(group.create_task(ring_link.run(), name="gpu_worker link"))
+            tasks.append(group.create_task(_raised_by(ring_listener.broken), name="ring thread"))
             await context.drain.wait()
             context.state = ProcessState.DRAINING
             # The state of another process has no event to wait for.
-            while context.directory.look_at(Role.GPU_WORKER).is_alive and ring_listener.still_s < _STILL_S:  # noqa: ASYNC110
+            while context.directory.look_at(Role.GPU_WORKER).is_alive and ring_listener.is_in_use:  # noqa: ASYNC110
                 await asyncio.sleep(_DRAIN_LOOK_INTERVAL_S)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if work is not None:
-                work.close()
+            try:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                if work is not None:
+                    work.close()
+
+
+async def _raised_by(broken: asyncio.Future[None]) -> None:
+    await broken
 
 
 class _Links:

@@ -200,10 +200,11 @@ def _checked(item: Setting, value: Any, source: str) -> Any:
     spec = item.spec
     if spec.choices and parsed not in spec.choices:
         raise ConfigError(f"{source} is {parsed!r}; it can be {', '.join(spec.choices)}")
-    if spec.minimum is not None and parsed < spec.minimum:
-        raise ConfigError(f"{source} is {parsed}; the smallest value is {_text(spec.minimum)}")
-    if spec.maximum is not None and parsed > spec.maximum:
-        raise ConfigError(f"{source} is {parsed}; the largest value is {_text(spec.maximum)}")
+    for number in parsed if isinstance(parsed, tuple) else (parsed,):
+        if spec.minimum is not None and number < spec.minimum:
+            raise ConfigError(f"{source} is {number}; the smallest value is {_text(spec.minimum)}")
+        if spec.maximum is not None and number > spec.maximum:
+            raise ConfigError(f"{source} is {number}; the largest value is {_text(spec.maximum)}")
     return parsed
 
 

@@ -177,8 +177,8 @@ class Supervisor:
         try:
             if not self._is_ending:
                 await self._restart(role, code)
-        except OSError as error:
-            self._fail(f"the {role} cannot be started again: {error}")
+        except Exception as error:
+            self._fail(f"the {role} cannot be started again: {error!r}")
 
     async def _restart(self, role: Role, code: int) -> None:
         """Starts a successor of a process that ended with this code, unless that is pointless."""
@@ -191,7 +191,7 @@ class Supervisor:
         if len(recent) == _MAX_RESTARTS:
             self._fail(f"the {role} ended {_MAX_RESTARTS + 1} times within {_RESTART_WINDOW_S:g} s")
             return
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        how = f"by signal {_signal_name(-code)}" if code < 0 else f"with code {code}"
         print(f"the {role} ended {how}; restarting it", file=sys.stderr, flush=True)
         sweep_segments()
         if recent:
@@ -202,6 +202,10 @@ class Supervisor:
         successor.restarts = child.restarts
         successor.restarts.append(now)
         self._children[role] = successor
+        if role is Role.GATEWAY:
+            # It has heard nobody yet, however well they are.
+            for other in self._children.values():
+                other.was_heard, other.silent_since = False, None
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or StackFailed(reason)
@@ -274,6 +278,13 @@ class Supervisor:
             _signal(child, signal.SIGKILL)
             await child.process.wait()
         child.watch.cancel()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # One of the real-time signals.
+        return str(number)
 
 
 def _is_heard(child: _Child, health: dict[str, Any] | None) -> bool:

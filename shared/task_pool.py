@@ -55,8 +55,12 @@ class TaskPool:
         with self._finished:
             self._finished.wait_for(lambda: self._num_open == 0)
         failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            # Its traceback has this frame: a cycle that would keep the arrays of the failed work.
+            del failure
 
     def close(self) -> None:
         """Ends the threads."""

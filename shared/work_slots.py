@@ -13,8 +13,6 @@ from shared.ring import RingShape
 
 # One slot is filled while the other is worked on.
 _NUM_SLOTS = 2
-# Marks a route in `expert_ids` that is not the cpu_worker's, and a position before the sequence in `windows`.
-NOT_HERE = -1
 
 
 class ExpertHeader(IntEnum):
@@ -36,6 +34,7 @@ def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
     """gpu_worker -> cpu_worker: the routed experts of one layer for all tokens of a step.
 
     In: `activations` [tokens, hidden], `expert_ids` and `expert_weights` [tokens, experts used].
+    A negative id is a route that is not the cpu_worker's.
     Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in the order of its routes.
     """
     routes = (max_tokens, config.num_experts_used)

@@ -34,7 +34,6 @@ class PromptPrefetcher:
         self._forgotten: set[str] = set()
         self._change = threading.Condition()
         self._is_stopped = False
-        self.num_prompts = 0
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
@@ -81,5 +80,4 @@ class PromptPrefetcher:
                 return
             rows = self._hash.rows(windows[start : start + _TOKENS_PER_PIECE])
             num_ranges += self._table.bring_near(rows)
-        self.num_prompts += 1
         _log.debug("%s: asked for %d ranges of the n-gram table", request_id, num_ranges)

@@ -19,7 +19,7 @@ from gateway.admission import Place
 from gateway.api.schema import GenerationFields
 from gateway.error_responses import REQUEST_ID_HEADER, code_of, error_event
 from gateway.generation import Generation, Outcome
-from gateway.services import REQUEST_ID, SERVICES, Services
+from gateway.services import ARRIVED_AT, REQUEST_ID, SERVICES, Services
 from gateway.sse import EventStream, event_stream
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from shared.messages import GenerateRequest, Sampling
@@ -73,16 +73,22 @@ def check_model(name: str | None, services: Services) -> None:
         )
 
 
+def check_may_enter(services: Services) -> None:
+    """Raises what `answer` would raise now, before work is spent on a prompt that cannot be answered."""
+    if not services.engine.is_ready and not services.admission.is_draining:
+        raise services.engine.not_ready()
+    services.admission.check_room()
+
+
 async def answer(
     request: web.Request, prompt: Prompt, body: GenerationFields, shape: Shape
 ) -> web.StreamResponse:
     """Generates and responds. Raises RequestError and GenerationError before the first byte only."""
     services = request.app[SERVICES]
-    arrived_at = time.monotonic()
+    arrived_at = request[ARRIVED_AT]
     generate = generate_request(request[REQUEST_ID], prompt.token_ids, body, services)
     try:
-        if not services.engine.is_ready and not services.admission.is_draining:
-            raise services.engine.not_ready()
+        check_may_enter(services)
         async with services.admission.enter() as place:
             job = _Job(services, prompt, generate, body, shape, place, arrived_at)
             services.engine.stage(generate.request_id, prompt.token_ids)
@@ -122,7 +128,8 @@ def generate_request(
         eos_token_ids=sorted(config.eos_ids or tokenizer.eos_token_ids),
         sampling=Sampling(
             temperature=body.temperature if body.temperature is not None else config.temperature,
-            top_k=body.top_k if body.top_k is not None else config.top_k,
+            # -1 is how some other servers say "all".
+            top_k=max(0, body.top_k) if body.top_k is not None else config.top_k,
             top_p=body.top_p if body.top_p is not None else config.top_p,
             min_p=body.min_p if body.min_p is not None else config.min_p,
             seed=seed % _SEED_RANGE if seed is not None else secrets.randbelow(_SEED_RANGE),
@@ -154,11 +161,11 @@ def max_counted_tokens(services: Services) -> int | None:
 def too_long(length: str, services: Services, min_answer_tokens: int = 1) -> ContextLengthError:
     """The error for a prompt of that many tokens."""
     max_context = services.engine.max_context
-    answer = f", {min_answer_tokens} of answer is needed at least" if min_answer_tokens else ""
+    answer = f", {min_answer_tokens} of them for the answer" if min_answer_tokens else ""
     is_set_lower = max_context == services.config.max_context
     remedy = ", or raise --max-context" if is_set_lower else ": the model is made for no more"
     return ContextLengthError(
-        f"the prompt has {length} tokens{answer}, the context has room for {max_context}; shorten it{remedy}"
+        f"the prompt has {length} tokens, the context has room for {max_context}{answer}; shorten it{remedy}"
     )
 
 

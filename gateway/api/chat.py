@@ -5,12 +5,18 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api.answering import Prompt, answer, check_model, max_counted_tokens, too_long
+from gateway.api.answering import (
+    Prompt,
+    answer,
+    check_may_enter,
+    check_model,
+    max_counted_tokens,
+    too_long,
+)
 from gateway.api.schema import ChatMessage, ChatRequest, read_body, refuse_unsupported
 from gateway.chat_template import ChatTemplateError
 from gateway.generation import Outcome
-from gateway.services import REQUEST_ID, SERVICES, Services
-from gateway.special_text import strings_in
+from gateway.services import BODY_BYTES, REQUEST_ID, SERVICES, Services
 from gateway.tokenizer import TooManyTokensError
 from shared.errors import InvalidRequestError
 
@@ -22,11 +28,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     check_model(body.model, services)
     refuse_unsupported(body)
     check_parts(body.messages)
+    check_may_enter(services)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     limit = max_counted_tokens(services)
-    prompt = await encode_chat(services, plain["messages"], variables, max_tokens=limit)
+    prompt = await encode_chat(services, plain["messages"], variables, request[BODY_BYTES], max_tokens=limit)
     shape = ChatShape(f"chatcmpl-{request[REQUEST_ID]}", services.model_name, int(time.time()))
     return await answer(request, prompt, body, shape)
 
@@ -45,11 +52,14 @@ async def encode_chat(
     services: Services,
     messages: list[dict[str, Any]],
     variables: dict[str, Any],
+    num_bytes: int,
     add_generation_prompt: bool = True,
     max_tokens: int | None = None,
 ) -> Prompt:
-    """Renders and tokenises a conversation off the event loop. Raises InvalidRequestError, and
-    ContextLengthError beyond `max_tokens`."""
+    """Renders and tokenises a conversation, which came in a body of that length, off the event loop.
+
+    Raises InvalidRequestError, and ContextLengthError beyond `max_tokens`.
+    """
     template = services.loaded_text().chat_template
     if template is None:
         raise InvalidRequestError(
@@ -58,7 +68,7 @@ async def encode_chat(
     started = time.monotonic()
     try:
         prompt = await services.off_loop(
-            sum(map(len, strings_in(messages))),
+            num_bytes,
             template.encode_chat,
             [_with_known_role(message) for message in messages],
             template_kwargs=variables,

@@ -5,10 +5,17 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api.answering import Prompt, answer, check_model, max_counted_tokens, too_long
+from gateway.api.answering import (
+    Prompt,
+    answer,
+    check_may_enter,
+    check_model,
+    max_counted_tokens,
+    too_long,
+)
 from gateway.api.schema import CompletionRequest, read_body, refuse_unsupported
 from gateway.generation import Outcome
-from gateway.services import REQUEST_ID, SERVICES, Services
+from gateway.services import BODY_BYTES, REQUEST_ID, SERVICES, Services
 from gateway.tokenizer import TooManyTokensError
 from shared.errors import InvalidRequestError
 
@@ -19,12 +26,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body, _ = await read_body(request, CompletionRequest, services)
     check_model(body.model, services)
     refuse_unsupported(body)
-    prompt = await _encode(body, services)
+    check_may_enter(services)
+    prompt = await _encode(body, services, request[BODY_BYTES])
     shape = CompletionShape(f"cmpl-{request[REQUEST_ID]}", services.model_name, int(time.time()))
     return await answer(request, prompt, body, shape)
 
 
-async def _encode(body: CompletionRequest, services: Services) -> Prompt:
+async def _encode(body: CompletionRequest, services: Services, num_bytes: int) -> Prompt:
     """Token ids of the one prompt. Special tokens are honoured: the client writes the whole structure."""
     text_or_ids = _single(body.prompt)
     started = time.monotonic()
@@ -32,9 +40,7 @@ async def _encode(body: CompletionRequest, services: Services) -> Prompt:
         tokenizer = services.loaded_text().tokenizer
         limit = max_counted_tokens(services)
         try:
-            encoded = await services.off_loop(
-                len(text_or_ids), tokenizer.encode, text_or_ids, max_tokens=limit
-            )
+            encoded = await services.off_loop(num_bytes, tokenizer.encode, text_or_ids, max_tokens=limit)
         except TooManyTokensError as error:
             raise too_long(f"more than {error.max_tokens}", services) from None
         token_ids = tokenizer.with_bos(encoded)

@@ -7,13 +7,14 @@ all kinds, but logged once and counted.
 import json
 import logging
 import re
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from gateway.services import Services
+from gateway.services import BODY_BYTES, Services
 from shared.errors import InvalidRequestError
 
 _log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ _MAX_STOP_STRINGS = 64
 _MAX_STOP_LENGTH = 1000
 _MAX_INT = 2**31 - 1
 _MAX_SHOWN = 40
+_MAX_NOTED_FIELDS = 50
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 _PATH_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.+)`")
@@ -44,7 +46,7 @@ class GenerationFields(Struct, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=5)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=_MAX_INT)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_INT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=_MAX_STOP_STRINGS)] | None = None
@@ -207,6 +209,7 @@ async def read_body(
         # Not what its Content-Encoding says, for example; aiohttp puts a heading in front.
         reason = str(error).splitlines()[-1].strip()
         raise InvalidRequestError(f"the body cannot be read: {reason}") from None
+    request[BODY_BYTES] = len(raw)
     if not raw:
         raise InvalidRequestError("the body is empty; a JSON object is expected")
     try:
@@ -283,10 +286,12 @@ def _note_unknown_fields(plain: dict[str, Any], kind: type[Struct], services: Se
     if not unknown:
         return
     services.metrics.ignored_fields(len(unknown))
-    for name in unknown - services.known_unknown_fields:
-        if len(services.known_unknown_fields) < 1000:
-            services.known_unknown_fields.add(name)
-            _log.info("requests have the field %.40r, which is ignored", name)
+    known = services.known_unknown_fields
+    for name in islice(unknown, _MAX_NOTED_FIELDS - len(known)):
+        # A client may make up any number of names of any length.
+        if (short := name[:_MAX_SHOWN]) not in known:
+            known.add(short)
+            _log.info("requests have the field %r, which is ignored", short)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -6,7 +6,7 @@ from gateway.api.answering import check_model
 from gateway.api.chat import check_parts, encode_chat
 from gateway.api.schema import DetokenizeRequest, TokenizeRequest, read_body
 from gateway.detokenizer import detokenize
-from gateway.services import SERVICES
+from gateway.services import BODY_BYTES, SERVICES
 from shared.errors import InvalidRequestError
 
 
@@ -22,13 +22,15 @@ async def tokenize(request: web.Request) -> web.Response:
     text = body.prompt if body.prompt is not None else body.content
     tokenizer = services.loaded_text().tokenizer
     if text is not None:
-        token_ids = await services.off_loop(len(text), tokenizer.encode, text, body.parse_special)
+        token_ids = await services.off_loop(request[BODY_BYTES], tokenizer.encode, text, body.parse_special)
         if body.add_special_tokens is not False:
             token_ids = tokenizer.with_bos(token_ids)
     else:
         check_parts(body.messages or [])
         variables = body.chat_template_kwargs or {}
-        prompt = await encode_chat(services, plain["messages"], variables, body.add_generation_prompt)
+        prompt = await encode_chat(
+            services, plain["messages"], variables, request[BODY_BYTES], body.add_generation_prompt
+        )
         token_ids = prompt.token_ids
     answer = {
         "tokens": token_ids,
@@ -49,5 +51,5 @@ async def detokenize_ids(request: web.Request) -> web.Response:
             f"the token id {max(body.tokens)} does not exist; the vocabulary has {tokenizer.num_tokens}",
             param="tokens",
         )
-    text = await services.off_loop(len(body.tokens), detokenize, tokenizer, body.tokens, show_control=True)
+    text = await services.off_loop(request[BODY_BYTES], detokenize, tokenizer, body.tokens, show_control=True)
     return web.json_response({"prompt": text, "text": text})

@@ -16,6 +16,7 @@ from shared.errors import ConfigError, StrataError
 
 _HELP = "/new begins a new conversation, /undo takes back the last turn, /exit ends"
 _CONNECT_TIMEOUT_S = 600.0
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +93,10 @@ class Chat:
         self._opening = opening
         self._options = options
         self._messages = list(opening)
+        # A proxy is for other machines than this one.
+        is_here = urlsplit(url).hostname in _LOOPBACK
+        proxies = urllib.request.ProxyHandler({} if is_here else None)
+        self._opener = urllib.request.build_opener(proxies)
 
     def model_name(self) -> str:
         """The model that is served. Raises StrataError where there is no server."""
@@ -132,6 +137,7 @@ class Chat:
     def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         body = {"messages": messages, "stream": True} | self._options
         with self._open("/v1/chat/completions", body) as response:
+            line = ""
             try:
                 for raw in response:
                     line = raw.decode("utf-8").strip()
@@ -142,8 +148,10 @@ class Chat:
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         raise StrataError(event["error"]["message"])
-                    for choice in event["choices"]:
+                    for choice in event.get("choices") or ():
                         yield choice["delta"].get("content") or ""
+            except ValueError:
+                raise StrataError(f"the server sends what is no event of a chat: {line[:100]!r}") from None
             except (OSError, http.client.HTTPException):
                 raise StrataError("the server ended in the middle of its answer") from None
         raise StrataError("the server ended in the middle of its answer")
@@ -152,7 +160,7 @@ class Chat:
         data = json.dumps(body).encode() if body is not None else None
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
         try:
-            return urllib.request.urlopen(request, timeout=_CONNECT_TIMEOUT_S)
+            return self._opener.open(request, timeout=_CONNECT_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             raise StrataError(_message(error)) from None
         except (OSError, http.client.HTTPException) as error:

@@ -43,7 +43,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"--out {parsed.out} is a directory; name a file to write")
     del parsed.ids
     out = parsed.__dict__.pop("out")
-    configs = stack_configs(parsed, port="0", logits_endpoint="on", max_body_mib="1024")
+    configs = stack_configs(parsed, host="127.0.0.1", port="0", logits_endpoint="on", max_body_mib="1024")
     set_up_logging(configs[Role.GATEWAY].log_level, Role.SUPERVISOR, "logits")
     check_stack(configs)
     logits = asyncio.run(_compute(configs, token_ids))
@@ -90,11 +90,14 @@ async def _compute(configs: dict[Role, CommonConfig], token_ids: NDArray[np.int6
 
 async def _ask(url: str, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
     no_limit = aiohttp.ClientTimeout(total=None)
-    async with (
-        aiohttp.ClientSession(timeout=no_limit) as session,
-        session.post(f"{url}/v1/logits", json={"prompt_token_ids": token_ids.tolist()}) as response,
-    ):
-        if response.status != 200:
-            raise StrataError((await response.json())["error"]["message"])
-        shape = [int(extent) for extent in response.headers["x-logits-shape"].split(",")]
-        return np.frombuffer(await response.read(), "<f4").reshape(shape)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=no_limit) as session,
+            session.post(f"{url}/v1/logits", json={"prompt_token_ids": token_ids.tolist()}) as response,
+        ):
+            if response.status != 200:
+                raise StrataError((await response.json())["error"]["message"])
+            shape = [int(extent) for extent in response.headers["x-logits-shape"].split(",")]
+            return np.frombuffer(await response.read(), "<f4").reshape(shape)
+    except aiohttp.ClientError as error:
+        raise StrataError(f"the gateway ended while it answered ({error}); try again") from None

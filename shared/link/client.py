@@ -140,6 +140,7 @@ class LinkClient:
             if isinstance(message, Refusal):
                 if message.is_final:
                     raise StartError(message.reason)
+                await asyncio.sleep(LOOK_INTERVAL_S)
                 continue
             if isinstance(message, Init):
                 return message

@@ -63,8 +63,9 @@ class Peer:
 class ServerListener(Protocol):
     """What the binding process does about its peers. All calls come from the event loop and return soon."""
 
-    def greet(self, role: Role) -> Init:
-        """A new incarnation of `role` says Hello: prepare what it is to attach to."""
+    def greet(self, role: Role) -> Init | None:
+        """A new incarnation of `role` says Hello: prepare what it is to attach to. None where that cannot be
+        had now; the peer then asks again."""
 
     def peer_ready(self, peer: Peer) -> None:
         """The peer serves now."""
@@ -175,6 +176,9 @@ class LinkServer:
         if peer.state is PeerState.ABSENT:
             peer.incarnation, peer.pid, peer.address = hello.incarnation, hello.pid, address
             peer.heartbeat, peer.init = None, self._listener.greet(peer.role)
+            if peer.init is None:
+                self._post_to(address, Refusal(reason="not now; ask again", is_final=False))
+                return
             peer.state = PeerState.GREETED
         peer.last_heard = time.monotonic()
         assert peer.init is not None

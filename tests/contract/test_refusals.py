@@ -68,7 +68,7 @@ def test_a_body_that_is_no_json_object(stack: Stack, raw: bytes, words: str) -> 
         ({"temperature": 5.1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
         ({"top_k": 2**64}, "top_k"),
         ({"min_p": 2}, "min_p"),

@@ -198,3 +198,17 @@ def test_no_place_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
         assert (admission.num_running, admission.num_waiting, admission.is_idle) == (0, 0, True)
 
     asyncio.run(play())
+
+
+async def test_room_is_told_before_anything_is_done_for_a_request() -> None:
+    """As `enter` would find it, and without taking a place."""
+    admission = Admission(max_running=1, queue_size=1)
+    admission.check_room()
+    async with admission.enter(), AsyncExitStack() as waiting:
+        admission.check_room()
+        await waiting.enter_async_context(admission.enter())
+        with pytest.raises(QueueFullError, match="1 requests run and 1 wait"):
+            admission.check_room()
+    admission.drain()
+    with pytest.raises(DrainingError):
+        admission.check_room()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError
-from gateway.special_text import STAND_INS
+from gateway.special_text import STAND_INS, strings_in
 from gateway.tokenizer import Tokenizer
 from tests.support.chat_templates import CHATML, STRICT, THINKING, TOOLS
 from tests.support.vocabulary import small_vocabulary
@@ -459,3 +459,13 @@ class TestFailures:
             Marked(tokenizer, CHATML)([{"role": "user", "content": "x", "extra": deep}])
         while isinstance(deep, list):  # taken apart by hand, since some Pythons recurse to free it
             deep = deep.pop()
+
+
+def test_strings_are_found_at_any_depth() -> None:
+    """A client chooses the depth: neither the stack nor the time may depend on it."""
+    value: object = "innermost"
+    for number in range(50_000):
+        value = [value, {f"key {number}": ("item", None, 1)}]
+    found = list(strings_in(value))
+    assert len(found) == 1 + 2 * 50_000
+    assert {"innermost", "item", "key 0", "key 49999"} <= set(found)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from gpu_worker.engine import AbortAll
 from gpu_worker.state.sequence_state import SequenceState
@@ -84,7 +85,9 @@ def test_end_of_text(path: Path, alone: Callable[[list[int], int], list[int]]) -
 
 
 def test_logits_of_a_prompt(path: Path, tmp_path: Path) -> None:
-    """Every position's, in order, over several chunks; and nothing is generated."""
+    """Every position's, in order, over several chunks; and nothing is generated. The gateway has made the
+    file."""
+    (tmp_path / "logits").touch()
     with running_engine(path, prefill=16) as running:
         running.ask("a", LONG, 0, logits_path=str(tmp_path / "logits"))
         answer = running.answer("a")
@@ -299,6 +302,41 @@ def test_failure_of_the_engine_itself(path: Path) -> None:
         with pytest.raises(MemoryError):
             running.engine.ended.result(timeout=TIMEOUT_S)
         assert failure(running.answer("a")).code == WorkerFailedError.default_code
+
+
+def test_a_device_that_is_lost_ends_the_process(path: Path) -> None:
+    """After such an error every later one on the device would fail too: a new process is needed."""
+
+    def fail(*arguments: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with running_engine(path) as running:
+        running.model.forward = fail  # type: ignore[method-assign, assignment]
+        running.ask("a", SHORT, 4)
+        with pytest.raises(torch.AcceleratorError):
+            running.engine.ended.result(timeout=TIMEOUT_S)
+        assert failure(running.answer("a")).code == WorkerFailedError.default_code
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: can't allocate memory: x")]
+)
+def test_no_memory_for_a_step(
+    path: Path, alone: Callable[[list[int], int], list[int]], error: Exception
+) -> None:
+    """Its requests are told what to lower; the next one is computed."""
+    with running_engine(path) as running:
+        forward = running.model.forward
+
+        def fail(*arguments: object) -> None:
+            running.model.forward = forward  # type: ignore[method-assign]
+            raise error
+
+        running.model.forward = fail  # type: ignore[method-assign, assignment]
+        running.ask("a", SHORT, 4)
+        assert "lower --max-context" in failure(running.answer("a")).reason
+        running.ask("b", SHORT, 4)
+        assert running.answer("b").token_ids == alone(SHORT, 4)
 
 
 def test_memory_of_a_finished_request(path: Path) -> None:

@@ -42,7 +42,7 @@ def test_any_part_opens_the_set(parts: list[Path], named: int) -> None:
     with GGUFModel(parts[named]) as model:
         assert [part.path for part in model.parts] == parts
         assert model.metadata["general.name"] == "small"
-        assert model.name == parts[0].name.removesuffix("-00001-of-00003.gguf")
+        assert model.name == "m"
         assert sorted(model) == ["a", "b", "c"]
         assert model.home("b").path == parts[1]
         assert model.rows("b").view("<f4").tolist() == [[10, 11, 12, 13], [14, 15, 16, 17]]

@@ -1,8 +1,11 @@
 """The ring between two threads: order, results, errors, loss of the peer, and no wake-up that is lost."""
 
+import contextlib
+import gc
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -169,8 +172,41 @@ def test_loss_of_the_peer_wakes_the_waiter(client: RingClient, monkeypatch: pyte
     for _ in range(2):
         with pytest.raises(WorkerFailedError) as caught:
             client.wait(ticket, 1000, PEER)
-        assert caught.value is failure
+        assert (str(caught.value), caught.value.code) == (str(failure), failure.code)
     thread.join()
+
+
+def test_a_lost_ring_keeps_nothing_of_who_waited(client: RingClient) -> None:
+    """The frames of a failed step hold its whole state: they shall go with its error, not with the ring."""
+
+    class State:
+        pass
+
+    def step() -> weakref.ref[State]:
+        state = State()
+        with contextlib.suppress(WorkerFailedError):
+            client.wait(0, 1000, PEER)
+        return weakref.ref(state)
+
+    client.fail(WorkerFailedError("lost"))
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
+
+
+def test_the_server_knows_whether_it_is_needed(client: RingClient) -> None:
+    """By what the client says, and as long as a submission is open whatever it says."""
+    server = RingServer(SHAPE, client.descriptor, spin_s=0)
+    assert not server.is_in_use
+    client.set_in_use(True)
+    assert server.is_in_use
+    client.set_in_use(False)
+    assert not server.is_in_use
+    client.submit()
+    assert server.is_in_use
+    server.close()
 
 
 def test_a_finished_slot_outlives_the_peer(client: RingClient) -> None:

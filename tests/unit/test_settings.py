@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.cli.stack_arguments import add_stack_arguments, stack_configs
-from shared.config import PROCESS_CONFIGS
+from shared.config import PROCESS_CONFIGS, CommonConfig, check_heartbeats
 from shared.errors import ConfigError
 from shared.run_directory import Role
 from shared.settings import (
@@ -307,3 +307,17 @@ def test_commands_that_start_a_stack_are_quiet_unless_told_otherwise(
     assert level() == "warning"
     monkeypatch.setenv("STRATA_LOG_LEVEL", "error")
     assert level() == "error"
+
+
+@pytest.mark.parametrize("value", ["-5", "3,-1", "2147483648"])
+def test_every_entry_of_a_list_is_checked(value: str) -> None:
+    known = settings_of(*PROCESS_CONFIGS.values())
+    with pytest.raises(ConfigError, match=r"--eos-ids is .*value is"):
+        resolve(PROCESS_CONFIGS["gateway"], flags={"eos_ids": value}, environment={}, known=known)
+
+
+def test_heartbeats_that_would_come_too_late() -> None:
+    check_heartbeats(CommonConfig())
+    check_heartbeats(CommonConfig(heartbeat_interval_s=1, heartbeat_timeout_s=3))
+    with pytest.raises(ConfigError, match=r"--heartbeat-timeout-s is 10, .*\(4\); raise it to 12"):
+        check_heartbeats(CommonConfig(heartbeat_interval_s=4))
