@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from shared.config import GatewayConfig
 from shared.errors import GenerationError, ModelLoadingError, WorkerFailedError
@@ -96,7 +96,9 @@ class EngineClient:
         self._incarnation = identity.incarnation
         self._server = LinkServer(identity, directory, WORKER_ROLES, self, config)
         self._streams: dict[str, EngineStream] = {}
-        self._ready = asyncio.Event()
+        # One of the two is set at any time.
+        self._ready, self._absent = asyncio.Event(), asyncio.Event()
+        self._absent.set()
         self._stop_failure: GenerationError | None = None
         self.max_context = 0
 
@@ -127,6 +129,15 @@ class EngineClient:
                 await self._ready.wait()
         except TimeoutError:
             raise self.not_ready() from None
+
+    async def while_ready(self, future: "asyncio.Future[None]") -> None:
+        """Waits until `future` is done, or until the workers are not ready any more."""
+        absence: asyncio.Future[Any] = asyncio.ensure_future(self._absent.wait())
+        waited_for: set[asyncio.Future[Any]] = {future, absence}
+        try:
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            absence.cancel()
 
     def not_ready(self) -> ModelLoadingError:
         """The error for requests that come while the workers are not ready."""
@@ -176,6 +187,7 @@ class EngineClient:
         """Ends every request with an error, those too that wait for the workers or have yet to begin."""
         self._stop_failure = failure
         self._ready.set()
+        self._absent.clear()
         self._fail_all(failure)
 
     def _fail_all(self, failure: GenerationError) -> None:
@@ -232,6 +244,8 @@ class EngineClient:
         if is_ready and not self._ready.is_set():
             _log.info("the workers are ready")
             self._ready.set()
+            self._absent.clear()
         elif not is_ready and self._ready.is_set():
             _log.warning("the workers are not ready any more")
             self._ready.clear()
+            self._absent.set()

@@ -81,6 +81,7 @@ class Tokenizer:
         self.padding_token_id = metadata.padding_token_id
         self.add_bos_token = metadata.add_bos_token
         self._special_pattern = any_of(self.special_tokens)
+        self._longest_special = max(map(len, self.special_tokens), default=0)
         self._bpe = _build_bpe(metadata)
 
     @classmethod
@@ -127,14 +128,29 @@ class Tokenizer:
         llama.cpp takes the longest of the whole text first, which differs only for special tokens that
         overlap without one holding the other; no Qwen vocabulary has such.
         """
-        special_tokens = self.special_tokens
         pieces: list[str | int] = []
-        for position, piece in enumerate(self._special_pattern.split(text)):
-            if position % 2:
-                pieces.append(special_tokens[piece])
-            elif piece:
-                pieces.append(piece)
+        at = 0
+        for match in self._special_matches(text):
+            if match.start() > at:
+                pieces.append(text[at : match.start()])
+            pieces.append(self.special_tokens[match[0]])
+            at = match.end()
+        if at < len(text):
+            pieces.append(text[at:])
         return pieces
+
+    def _special_matches(self, text: str) -> Iterator[re.Match[str]]:
+        """Special tokens in `text`, searched for in one part after the other: a search holds the interpreter
+        lock, and a whole text may take a second."""
+        at = 0
+        for stop in range(_PART_LENGTH, len(text) + _PART_LENGTH, _PART_LENGTH):
+            # One that begins in this part is whole before the end of what is looked at.
+            while match := self._special_pattern.search(text, at, stop + self._longest_special):
+                if match.start() >= stop:
+                    break
+                yield match
+                at = match.end()
+            at = max(at, stop)
 
     def with_bos(self, token_ids: list[int]) -> list[int]:
         """`token_ids` with BOS in front where the model file asks for it and it is not there already."""

@@ -26,7 +26,7 @@ from shared.messages import GenerateRequest, Sampling
 
 _log = logging.getLogger(__name__)
 
-# How long a request that has its turn waits for workers that are being restarted.
+# How long an accepted request waits, at most at a time, for workers that are being restarted.
 _RECOVERY_TIMEOUT_S = 60.0
 _SEED_RANGE = 1 << 63
 # Prompts up to this many contexts long are counted exactly.
@@ -249,6 +249,16 @@ class _Job:
         if self.body.wants_usage_chunk:
             await stream.send(self.shape.usage() | self._usage(outcome))
 
+    async def _turn(self) -> None:
+        """Waits for the place: as long as it takes while the stack is well, a minute while it is not."""
+        engine, granted = self.services.engine, self.place.granted
+        while True:
+            await engine.wait_ready(_RECOVERY_TIMEOUT_S)
+            if granted.done():
+                granted.result()
+                return
+            await engine.while_ready(granted)
+
     def _generation(self) -> Generation:
         tokenizer = self.services.loaded_text().tokenizer
         return Generation(self.generate, tokenizer, self.body.stop_strings)
@@ -257,8 +267,7 @@ class _Job:
         """Runs the generation, in its turn: the pieces of its text. Notes in metrics and log how it ended."""
         engine, admission = self.services.engine, self.services.admission
         queued_at = time.monotonic()
-        await self.place.granted
-        await engine.wait_ready(_RECOVERY_TIMEOUT_S)
+        await self._turn()
         generation.waited_s = time.monotonic() - queued_at
         answers_of = engine.open(self.generate, partial(admission.give_back, self.place))
         async with answers_of as answers, aclosing(generation.text(answers)) as text:

@@ -87,6 +87,15 @@ def test_encoding_loses_nothing(text: str, parse_special: bool) -> None:
     assert detokenize(tokenizer(), token_ids, show_control=True) == text
 
 
+@untimed
+@given(client_text, st.integers(1, 8))
+def test_special_tokens_are_found_wherever_parts_end(text: str, part_length: int) -> None:
+    whole = tokenizer().split_special(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gateway.tokenizer, "_PART_LENGTH", part_length)
+        assert tokenizer().split_special(text) == whole
+
+
 BORDERS = st.text(st.sampled_from("ab1 .,'s\n\r\té\u0301中の。、Ж½_-"), max_size=60)
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import aiohttp
 import pytest
 
+from gateway.api import answering
 from shared.errors import WorkerFailedError
 from shared.messages import TokenChunk
 from shared.run_directory import Role
@@ -91,6 +93,24 @@ async def test_a_request_waits_for_a_worker_that_is_restarted_in_its_turn() -> N
         request = await running.workers.requests.get()
         running.answer(request, "ab")
         assert (await (await second).json())["choices"][0]["text"] == "ab"
+
+
+async def test_nobody_waits_longer_for_a_worker_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those either whose turn has not come: their waits do not add up."""
+    monkeypatch.setattr(answering, "_RECOVERY_TIMEOUT_S", 0.2)
+    async with gateway(parallel=1) as running:
+        first = asyncio.ensure_future(ask(running, ASK))
+        await running.workers.requests.get()
+        others = [asyncio.ensure_future(ask(running, ASK)) for _ in range(4)]
+        await waiting(running, 4)
+        running.lose_gpu_worker()
+        assert (await first).status == 503
+        began = time.monotonic()
+        for other in others:
+            response = await other
+            assert (response.status, (await response.json())["error"]["code"]) == (503, "model_loading")
+        assert time.monotonic() - began < 4 * 0.2
+        assert (running.services.admission.num_running, running.services.admission.num_waiting) == (0, 0)
 
 
 async def test_the_next_request_runs_while_the_last_answer_is_still_being_sent() -> None:
