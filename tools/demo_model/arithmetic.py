@@ -118,17 +118,28 @@ def _thought(thought: str, answer: str) -> str:
 
 
 def counting(random: Random, split: Split) -> list[Turn]:
-    """Count to ten, or from one number to another."""
-    start = 1 if random.random() < 0.5 else random.randrange(1, 80)
-    end = start + random.choice((2, 4, 9, 9, 19, random.randrange(1, 20)))
-    if start == 1:
-        question = one_of(
-            random,
-            f"Count to {end}.",
-            f"Count from 1 to {end}.",
-            f"Can you count to {end}?",
-            f"Count up to {end}.",
-        )
-    else:
-        question = f"Count from {start} to {end}."
-    return [Turn(vary(question, random), ", ".join(str(number) for number in range(start, end + 1)))]
+    """Count to ten."""
+    end = 1 + _num_counted(random)
+    question = one_of(
+        random,
+        f"Count to {end}.",
+        f"Count from 1 to {end}.",
+        f"Can you count to {end}?",
+        f"Count up to {end}.",
+    )
+    return [Turn(vary(question, random), _counted(1, end))]
+
+
+def counting_between(random: Random, split: Split) -> list[Turn]:
+    """Count from 27 to 43."""
+    start = random.randrange(2, 80)
+    end = start + _num_counted(random)
+    return [Turn(vary(f"Count from {start} to {end}.", random), _counted(start, end))]
+
+
+def _num_counted(random: Random) -> int:
+    return random.choice((2, 4, 9, 9, 19, random.randrange(1, 20)))
+
+
+def _counted(start: int, end: int) -> str:
+    return ", ".join(str(number) for number in range(start, end + 1))

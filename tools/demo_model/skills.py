@@ -41,6 +41,7 @@ _FILLERS = (
 SKILLS: tuple[Skill, ...] = (
     *_FILLERS,
     Skill("counting", arithmetic.counting, 2, 40, is_promised=True),
+    Skill("counting_between", arithmetic.counting_between, 2, 40),
     Skill("reasoned_sum", arithmetic.reasoned_sum, 5, 60),
     Skill("reasoned_product", arithmetic.reasoned_product, 3, 40),
     Skill("reasoned_continent", arithmetic.reasoned_continent, 1.5, 40),
