@@ -39,7 +39,6 @@ def run(parsed: argparse.Namespace) -> int:
 async def _serve(configs: dict[Role, CommonConfig]) -> int:
     started = time.monotonic()
     progress = ProgressLine()
-    print(f"loading {configs[Role.GATEWAY].model}", file=sys.stderr, flush=True)
     supervisor = Supervisor(configs, progress.update)
     work = asyncio.ensure_future(_until_ready_and_on(supervisor, progress, started))
     is_stopping = False
@@ -57,6 +56,8 @@ async def _serve(configs: dict[Role, CommonConfig]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    # The task has not begun yet: whoever reads this may interrupt.
+    print(f"loading {configs[Role.GATEWAY].model}", file=sys.stderr, flush=True)
     try:
         await work
     except asyncio.CancelledError:

@@ -89,7 +89,8 @@ def grown(before: dict[Any, float], after: dict[Any, float], name: str, **labels
 def test_metrics_count_what_was_asked_and_answered(stack: Stack) -> None:
     before = samples(stack)
     stopped = stack.post(CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 400}).json
-    cut = [stack.post(COMPLETIONS, {"prompt": "Once", "temperature": 0, "max_tokens": 3}).json for _ in "ab"]
+    begun = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 3}
+    cut = [stack.post(COMPLETIONS, begun).json for _ in "ab"]
     refusals = [
         stack.post(CHAT, {"messages": []}),
         stack.post(CHAT, {"messages": HELLO, "model": "none"}),

@@ -80,7 +80,7 @@ def test_with_include_usage_it_comes_last_and_alone(stack: Stack) -> None:
 
 def test_a_text_stream_has_text_in_every_choice(stack: Stack) -> None:
     *pieces, last = chunks_of(
-        stack, COMPLETIONS, {"prompt": "Once", "temperature": 0, "max_tokens": 5, "stop": "\x00"}
+        stack, COMPLETIONS, {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 5, "stop": "\x00"}
     )
     assert all(chunk["object"] == "text_completion" for chunk in (*pieces, last))
     assert all(chunk["choices"][0]["text"] for chunk in pieces)
@@ -105,7 +105,7 @@ def test_counts_are_true(stack: Stack) -> None:
 
 
 def test_timings_are_of_this_request(stack: Stack) -> None:
-    answer = stack.post(COMPLETIONS, {"prompt": "Once", "temperature": 0, "max_tokens": 8}).json
+    answer = stack.post(COMPLETIONS, {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}).json
     timings = answer["timings"]
     assert 0 < timings["prompt_ms"] < 30_000
     assert 0 < timings["predicted_ms"] < 30_000
