@@ -96,9 +96,9 @@ class EngineClient:
         self._incarnation = identity.incarnation
         self._server = LinkServer(identity, directory, WORKER_ROLES, self, config)
         self._streams: dict[str, EngineStream] = {}
-        # One of the two is set at any time.
+        # One of the two is set at any time; see `_set_ready`.
         self._ready, self._absent = asyncio.Event(), asyncio.Event()
-        self._absent.set()
+        self._set_ready(False)
         self._stop_failure: GenerationError | None = None
         self.max_context = 0
 
@@ -186,8 +186,7 @@ class EngineClient:
     def stop(self, failure: GenerationError) -> None:
         """Ends every request with an error, those too that wait for the workers or have yet to begin."""
         self._stop_failure = failure
-        self._ready.set()
-        self._absent.clear()
+        self._set_ready(True)
         self._fail_all(failure)
 
     def _fail_all(self, failure: GenerationError) -> None:
@@ -243,9 +242,12 @@ class EngineClient:
         )
         if is_ready and not self._ready.is_set():
             _log.info("the workers are ready")
-            self._ready.set()
-            self._absent.clear()
+            self._set_ready(True)
         elif not is_ready and self._ready.is_set():
             _log.warning("the workers are not ready any more")
-            self._ready.clear()
-            self._absent.set()
+            self._set_ready(False)
+
+    def _set_ready(self, is_ready: bool) -> None:
+        up, down = (self._ready, self._absent) if is_ready else (self._absent, self._ready)
+        up.set()
+        down.clear()

@@ -5,7 +5,6 @@ import logging
 import resource
 import time
 from functools import partial
-from pathlib import Path
 
 from aiohttp import web
 
@@ -15,23 +14,16 @@ from gateway.engine_client import EngineClient
 from gateway.metrics import Metrics, StackCollector
 from gateway.services import Services
 from gateway.text_model import load_text_model
-from shared.config import GatewayConfig
+from shared.config import LOOPBACK_HOSTS, GatewayConfig
 from shared.errors import GenerationError, ResourceError
 from shared.model_config import read_model_config
 from shared.process import ProcessContext, ProcessState, load_in_thread
-from shared.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)
 
 _DRAIN_LOOK_INTERVAL_S = 0.05
 # What handlers get to send their last event once their requests were ended.
 _LAST_WORDS_S = 1.0
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-def url_file(directory: RunDirectory) -> Path:
-    """Where the gateway writes the address it listens on, for whoever started it with port 0."""
-    return directory.path / "gateway.url"
 
 
 def _allow_many_connections() -> None:
@@ -85,7 +77,7 @@ class Gateway:
                     links.cancel()
         finally:
             await runner.cleanup()
-            url_file(context.directory).unlink(missing_ok=True)
+            context.directory.url_path.unlink(missing_ok=True)
 
     async def _listen(self, runner: web.AppRunner) -> None:
         config = self._context.config
@@ -100,7 +92,7 @@ class Gateway:
         host, port = runner.addresses[0][:2]
         shown_host = f"[{host}]" if ":" in host else host
         url = f"http://{shown_host}:{port}"
-        url_file(self._context.directory).write_text(url, encoding="ascii")
+        self._context.directory.url_path.write_text(url, encoding="ascii")
         _log.info("listening on %s", url)
-        if config.host not in _LOOPBACK:
+        if config.host not in LOOPBACK_HOSTS:
             _log.warning("%s is reachable from other machines, and there is no key to keep them out", url)

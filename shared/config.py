@@ -5,6 +5,7 @@ differs from the defaults through its environment. After start nothing sets a fi
 out while running (its device, its cache sizes) travels in the handshake's capabilities.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,10 @@ _SAMPLING = "sampling defaults, for requests that do not say"
 _COMPUTE = "devices and threads"
 _LIFE = "processes and time limits"
 
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+"""What this machine alone can reach."""
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,2})?")
 # A single sign of life that comes late shall not be taken for none.
 _MIN_HEARTBEATS = 3
 
@@ -222,3 +227,9 @@ def check_heartbeats(config: CommonConfig) -> None:
             f"--heartbeat-interval-s ({config.heartbeat_interval_s:g}); "
             f"raise it to {shortest:g}, or lower the interval"
         )
+
+
+def check_device(setting: str) -> None:
+    """Raises ConfigError for what is not the name of a device; whether there is one is not known here."""
+    if not _DEVICE.fullmatch(setting):
+        raise ConfigError(f"--device is {setting!r}; it can be auto, cpu, cuda or cuda:N")

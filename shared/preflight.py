@@ -1,7 +1,6 @@
 """Everything about a stack that can be known to fail before a process is started: checked within a second."""
 
 import errno
-import re
 import socket
 from collections.abc import Mapping
 
@@ -12,17 +11,16 @@ from shared.config import (
     GatewayConfig,
     GpuWorkerConfig,
     StagerConfig,
+    check_device,
     check_heartbeats,
 )
-from shared.errors import ConfigError, ResourceError
+from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.run_directory import Role
 from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set
 from shared.work_slots import shared_memory_needed
-
-_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,2})?")
 
 
 def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
@@ -35,8 +33,7 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     assert isinstance(cpu_worker, CpuWorkerConfig)
     assert isinstance(stager, StagerConfig)
     check_heartbeats(gateway)
-    if not _DEVICE.fullmatch(gpu_worker.device):
-        raise ConfigError(f"--device is {gpu_worker.device!r}; it can be auto, cpu, cuda or cuda:N")
+    check_device(gpu_worker.device)
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
     with GGUFModel(gateway.model) as model:

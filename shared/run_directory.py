@@ -5,6 +5,7 @@
     RUN_DIR/                 mode 0700, one per stack, so that two stacks on one machine never meet
         gateway.lock         held by the living gateway; holds its incarnation as text
         gateway.sock         its ZeroMQ endpoint
+        gateway.url          where it listens for clients
         gpu_worker.lock ...  likewise for every role, the supervisor among them
 
 Whoever wants to know whether a peer lives tests its lock: a killed process has lost it before the signal
@@ -44,9 +45,10 @@ class Role(StrEnum):
     STAGER = "stager"
 
 
+_URL_NAME = "gateway.url"
 # Locks, sockets, the gateway's address, and logits that are on their way: by their whole names, because the
 # directory may be one that a user keeps other things in.
-_OUR_NAMES = re.compile(rf"({'|'.join(Role)})\.(lock|sock)|gateway\.url|strata-\w+\.logits")
+_OUR_NAMES = re.compile(rf"({'|'.join(Role)})\.(lock|sock)|{re.escape(_URL_NAME)}|strata-\w+\.logits")
 
 WORKER_ROLES = (Role.GPU_WORKER, Role.CPU_WORKER, Role.STAGER)
 
@@ -100,6 +102,11 @@ class RunDirectory:
     def address(self, role: Role) -> str:
         """The ZeroMQ endpoint that a role binds."""
         return f"ipc://{self.path / f'{role}.sock'}"
+
+    @property
+    def url_path(self) -> Path:
+        """Where the gateway writes the address it listens on, for whoever started it with port 0."""
+        return self.path / _URL_NAME
 
     def lock_path(self, role: Role) -> Path:
         """The file that a role holds locked while it lives."""

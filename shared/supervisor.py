@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -90,7 +89,7 @@ class Supervisor:
         self._directory = RunDirectory(self._run_dir) if self._run_dir is not None else RunDirectory.fresh()
         self._lock = RoleLock(self._directory, Role.SUPERVISOR, new_incarnation())
         # What a stack that was killed left behind is not where this one listens.
-        self._url_file.unlink(missing_ok=True)
+        self._directory.url_path.unlink(missing_ok=True)
         try:
             for role in self._configs:
                 self._children[role] = await self._start(role)
@@ -116,13 +115,9 @@ class Supervisor:
     def url(self) -> str | None:
         """Where the gateway listens, once it does."""
         try:
-            return self._url_file.read_text(encoding="ascii")
+            return self._directory.url_path.read_text(encoding="ascii")
         except OSError:
             return None
-
-    @property
-    def _url_file(self) -> Path:
-        return self._directory.path / "gateway.url"
 
     async def wait_ready(self) -> dict[str, Any]:
         """Waits until requests are served, reporting progress; returns what /health says then.

@@ -53,7 +53,8 @@ def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
 def ngram_ring(config: NgramConfig, max_tokens: int) -> RingShape:
     """gpu_worker -> stager: the n-gram features of all tokens of a step.
 
-    In: `windows` [tokens, n-gram size], each token's own id first, then the ids before it.
+    In: `windows` [tokens, n-gram size], each token's own id first, then the ids before it, -1
+    where there is none.
     Out: `features` [tokens, feature width], the concatenated rows of the table.
     """
     return RingShape(

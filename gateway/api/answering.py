@@ -7,11 +7,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -21,6 +21,7 @@ from gateway.error_responses import REQUEST_ID_HEADER, code_of, error_event
 from gateway.generation import Generation, Outcome
 from gateway.services import ARRIVED_AT, REQUEST_ID, SERVICES, Services
 from gateway.sse import EventStream, event_stream
+from gateway.tokenizer import TooManyTokensError
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from shared.messages import GenerateRequest, Sampling
 
@@ -33,6 +34,8 @@ _SEED_RANGE = 1 << 63
 _COUNTED_CONTEXTS = 4
 # Of a name that a client made up, in an error.
 _MAX_SHOWN_NAME = 100
+
+Encoded = TypeVar("Encoded")
 
 
 class Shape(Protocol):
@@ -75,9 +78,13 @@ def check_model(name: str | None, services: Services) -> None:
 
 def check_may_enter(services: Services) -> None:
     """Raises what `answer` would raise now, before work is spent on a prompt that cannot be answered."""
+    _check_ready(services)
+    services.admission.check_room()
+
+
+def _check_ready(services: Services) -> None:
     if not services.engine.is_ready and not services.admission.is_draining:
         raise services.engine.not_ready()
-    services.admission.check_room()
 
 
 async def answer(
@@ -88,7 +95,7 @@ async def answer(
     arrived_at = request[ARRIVED_AT]
     generate = generate_request(request[REQUEST_ID], prompt.token_ids, body, services)
     try:
-        check_may_enter(services)
+        _check_ready(services)
         async with services.admission.enter() as place:
             job = _Job(services, prompt, generate, body, shape, place, arrived_at)
             services.engine.stage(generate.request_id, prompt.token_ids)
@@ -149,7 +156,7 @@ def check_prompt(token_ids: list[int], services: Services, min_answer_tokens: in
         )
     max_context = services.engine.max_context
     if max_context and len(token_ids) + min_answer_tokens > max_context:
-        raise too_long(f"{len(token_ids)}", services, min_answer_tokens)
+        raise _too_long(f"{len(token_ids)}", services, min_answer_tokens)
 
 
 def max_counted_tokens(services: Services) -> int | None:
@@ -158,7 +165,16 @@ def max_counted_tokens(services: Services) -> int | None:
     return _COUNTED_CONTEXTS * services.engine.max_context or None
 
 
-def too_long(length: str, services: Services, min_answer_tokens: int = 1) -> ContextLengthError:
+async def encode_off_loop(services: Services, num_bytes: int, encode: Callable[[], Encoded]) -> Encoded:
+    """What `encode` makes of a prompt that came in a body of that length. Raises ContextLengthError where it
+    finds more tokens than it may."""
+    try:
+        return await services.off_loop(num_bytes, encode)
+    except TooManyTokensError as error:
+        raise _too_long(f"more than {error.max_tokens}", services) from None
+
+
+def _too_long(length: str, services: Services, min_answer_tokens: int = 1) -> ContextLengthError:
     """The error for a prompt of that many tokens."""
     max_context = services.engine.max_context
     answer = f", {min_answer_tokens} of them for the answer" if min_answer_tokens else ""

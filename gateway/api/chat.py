@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
 import time
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -10,14 +11,13 @@ from gateway.api.answering import (
     answer,
     check_may_enter,
     check_model,
+    encode_off_loop,
     max_counted_tokens,
-    too_long,
 )
 from gateway.api.schema import ChatMessage, ChatRequest, read_body, refuse_unsupported
 from gateway.chat_template import ChatTemplateError
 from gateway.generation import Outcome
 from gateway.services import BODY_BYTES, REQUEST_ID, SERVICES, Services
-from gateway.tokenizer import TooManyTokensError
 from shared.errors import InvalidRequestError
 
 
@@ -67,16 +67,14 @@ async def encode_chat(
         )
     started = time.monotonic()
     try:
-        prompt = await services.off_loop(
-            num_bytes,
+        encode = partial(
             template.encode_chat,
             [_with_known_role(message) for message in messages],
             template_kwargs=variables,
             add_generation_prompt=add_generation_prompt,
             max_tokens=max_tokens,
         )
-    except TooManyTokensError as error:
-        raise too_long(f"more than {error.max_tokens}", services) from None
+        prompt = await encode_off_loop(services, num_bytes, encode)
     except ChatTemplateError as error:
         raise InvalidRequestError(
             f"the chat template refuses the messages: {error}", param="messages"

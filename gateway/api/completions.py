@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 import time
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -10,13 +11,12 @@ from gateway.api.answering import (
     answer,
     check_may_enter,
     check_model,
+    encode_off_loop,
     max_counted_tokens,
-    too_long,
 )
 from gateway.api.schema import CompletionRequest, read_body, refuse_unsupported
 from gateway.generation import Outcome
 from gateway.services import BODY_BYTES, REQUEST_ID, SERVICES, Services
-from gateway.tokenizer import TooManyTokensError
 from shared.errors import InvalidRequestError
 
 
@@ -39,11 +39,8 @@ async def _encode(body: CompletionRequest, services: Services, num_bytes: int) -
     if isinstance(text_or_ids, str):
         tokenizer = services.loaded_text().tokenizer
         limit = max_counted_tokens(services)
-        try:
-            encoded = await services.off_loop(num_bytes, tokenizer.encode, text_or_ids, max_tokens=limit)
-        except TooManyTokensError as error:
-            raise too_long(f"more than {error.max_tokens}", services) from None
-        token_ids = tokenizer.with_bos(encoded)
+        encode = partial(tokenizer.encode, text_or_ids, max_tokens=limit)
+        token_ids = tokenizer.with_bos(await encode_off_loop(services, num_bytes, encode))
     else:
         token_ids = text_or_ids
     return Prompt(token_ids, time.monotonic() - started)

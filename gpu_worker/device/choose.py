@@ -1,20 +1,18 @@
 """Chooses the device from the setting and what the machine has."""
 
 import logging
-import re
 
 import torch
 
 from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
-from shared.errors import ConfigError, ResourceError
+from shared.config import check_device
+from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
 from shared.topology import usable_cpus
 
 _log = logging.getLogger(__name__)
-
-_NAMED_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,2})?")
 
 
 def choose_torch_device(setting: str) -> torch.device:
@@ -22,10 +20,9 @@ def choose_torch_device(setting: str) -> torch.device:
 
     Raises ConfigError for any other word, ResourceError where a device was asked for that is not there.
     """
+    check_device(setting)
     if setting == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not _NAMED_DEVICE.fullmatch(setting):
-        raise ConfigError(f"--device is {setting!r}; it can be auto, cpu, cuda or cuda:N")
     device = torch.device(setting)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ResourceError(

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from shared.config import LOOPBACK_HOSTS
 from shared.errors import ConfigError, StrataError
 
 _HELP = "/new begins a new conversation, /undo takes back the last turn, /exit ends"
 _CONNECT_TIMEOUT_S = 600.0
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ class Chat:
         self._options = options
         self._messages = list(opening)
         # A proxy is for other machines than this one.
-        is_here = urlsplit(url).hostname in _LOOPBACK
+        is_here = urlsplit(url).hostname in LOOPBACK_HOSTS
         proxies = urllib.request.ProxyHandler({} if is_here else None)
         self._opener = urllib.request.build_opener(proxies)
 
