@@ -4,7 +4,9 @@ import functools
 from dataclasses import dataclass
 
 from shared.gguf.types import TensorType
-from shared.quants.kernels import DecodeBlock, Kernels, compile_kernels
+from shared.quants.choice import instruction_set
+from shared.quants.kernels import Decode, DecodeBlock, compile_decode, compile_portable_multiply
+from shared.quants.simd.multiply import FloatWays, QuantisedWays, compile_multiply
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,14 +16,29 @@ class BlockFormat:
     `decode_block(raw, at, out, start)` decodes the block at byte `at` of `raw` (uint8, one-dimensional) into
     `out[start : start + block_size]` (float32). It runs in compiled code only (`shared.quants.jit.jitable`),
     and must be a module-level function: numba recognises a kernel in its cache by the function it calls.
-    None where the bytes are the values already (F32).
+
+    `ways` is how kernels made for this CPU multiply it; see `shared.quants.simd.multiply`.
     """
 
     type: TensorType
-    decode_block: DecodeBlock | None
+    decode_block: DecodeBlock
+    ways: QuantisedWays | FloatWays
 
     @functools.cached_property
-    def kernels(self) -> Kernels:
-        """The compiled kernels; the first access compiles them, or loads them from the cache."""
-        assert self.decode_block is not None, f"{self.type.name} is not decoded"
-        return compile_kernels(self.type, self.decode_block)
+    def decode(self) -> Decode:
+        """Decodes rows to float32, exactly; the first access compiles it, or loads it from the cache."""
+        return compile_decode(self.type, self.decode_block)
+
+    @functools.cached_property
+    def multiply_task(self) -> int:
+        """The address of the task that multiplies rows of this format, made for this CPU where it can be;
+        the first access compiles it, or loads it from the cache."""
+        instructions = instruction_set()
+        if instructions is None:
+            return compile_portable_multiply(self.type, self.decode_block)
+        return compile_multiply(self.type, self.ways, instructions)
+
+    @property
+    def uses_codes(self) -> bool:
+        """Whether that task reads activations that were rounded to 8 bits; else it reads the floats."""
+        return isinstance(self.ways, QuantisedWays) and instruction_set() is not None

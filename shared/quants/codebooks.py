@@ -35,6 +35,9 @@ IQ3_S_GRID = _grid(quants.IQ3_S)
 IQ4_VALUES = np.array(quants.IQ4_NL.kvalues, dtype=np.float32)
 """[16]"""
 
+IQ4_CODES = [int(value) for value in quants.IQ4_NL.kvalues]
+"""The same as whole numbers."""
+
 SIGNS = _by_bit(_EVERY_BYTE, clear=1, set_=-1)
 """[256, 8]: the signs of eight weights by a whole byte."""
 

@@ -33,16 +33,13 @@ def decode_rows(fmt: BlockFormat, raw: Bytes, out: Floats | None = None) -> Floa
         raise ValueError(f"decoded {kind.name} rows need a C-contiguous float32 array {list(shape)}")
     if out.size == 0:
         return out
-    if fmt.decode_block is None:
-        out.view(np.uint8)[...] = raw
-        return out
     row_stride, byte_stride = raw.strides
     if not raw.flags.c_contiguous and row_stride >= 0 and byte_stride == 1:
         # From the first row to the end of the last, with whatever lies between the rows.
         flat = as_strided(raw, ((num_rows - 1) * row_stride + row_bytes,), (1,))
     else:
         flat, row_stride = raw.reshape(-1), row_bytes
-    fmt.kernels.decode(read_only(flat), row_stride, num_blocks, out.reshape(-1))
+    fmt.decode(read_only(flat), row_stride, num_blocks, out.reshape(-1))
     return out
 
 

@@ -18,6 +18,7 @@ from shared.quants.compile_cache import cache_folder, remove_cached
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Compiled = TypeVar("Compiled")
 
 READONLY_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 READONLY_ROWS = types.Array(types.float32, 2, "C", readonly=True)
@@ -27,6 +28,8 @@ INTEGER = types.int64
 
 _log = logging.getLogger(__name__)
 _compiling = threading.Lock()
+# Their machine code is freed with them.
+_kept_tasks: list[Any] = []
 
 
 def jitable(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -56,26 +59,47 @@ def compile_kernel(
     A cache that cannot be read or written costs time, never the start: the kernel is then compiled in memory.
     """
     function.__name__ = function.__qualname__ = name
+
+    def compile_for(folder: Path | None) -> Callable[Parameters, Result]:
+        with _settings(folder):
+            dispatcher = numba.njit(nogil=True, cache=folder is not None)(function)
+            dispatcher.compile(argument_types)
+        # Other types would be compiled at their first call, for seconds, in the middle of someone's request.
+        dispatcher.disable_compile()
+        return cast("Callable[Parameters, Result]", dispatcher)
+
+    return _cached(compile_for, function)
+
+
+def compile_task(function: Callable[[int, int, int, int], None], name: str) -> int:
+    """Compiles `function` as a task (`shared.native.task`), or loads it from the cache: its address.
+
+    What was said of `compile_kernel` goes for this too. The code stays for the life of the process.
+    """
+    function.__name__ = function.__qualname__ = name
+
+    def compile_for(folder: Path | None) -> Any:
+        with _settings(folder):
+            signature = types.void(*4 * (types.int64,))
+            return numba.cfunc(signature, cache=folder is not None)(function)
+
+    task = _cached(compile_for, function)
+    _kept_tasks.append(task)
+    return int(task.address)
+
+
+def _cached(compile_for: Callable[[Path | None], Compiled], function: Callable[..., Any]) -> Compiled:
+    name = function.__name__
     with _compiling:
-        folder = cache_folder()
+        sources = Path(function.__code__.co_filename).parent
+        folder = cache_folder(None if sources == Path(__file__).parent else sources)
         if folder is not None:
             try:
-                return _compile(function, argument_types, folder)
+                return compile_for(folder)
             except Exception as error:  # what numba raises depends on how a file is damaged
                 _log.warning("kernel %s: cache in %s is not usable: %r", name, folder, error)
                 remove_cached(folder, name)
-        return _compile(function, argument_types, None)
-
-
-def _compile(
-    function: Callable[Parameters, Result], argument_types: tuple[types.Type, ...], folder: Path | None
-) -> Callable[Parameters, Result]:
-    with _settings(folder):
-        dispatcher = numba.njit(nogil=True, cache=folder is not None)(function)
-        dispatcher.compile(argument_types)
-    # Other types would be compiled at their first call, for seconds, in the middle of someone's request.
-    dispatcher.disable_compile()
-    return cast("Callable[Parameters, Result]", dispatcher)
+        return compile_for(None)
 
 
 @contextmanager

@@ -5,39 +5,21 @@ for one CPU. Rows of weights are independent of each other, so callers may split
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from shared.gguf.types import TensorType
+from shared.native.memory import bytes_at, carray, floats_at, integers_at
 from shared.quants.block_bytes import Bytes, Floats
-from shared.quants.jit import (
-    FLOATS,
-    INTEGER,
-    READONLY_BYTES,
-    READONLY_ROWS,
-    ROWS,
-    compile_kernel,
-    jitable_sum,
-)
+from shared.quants.jit import FLOATS, INTEGER, READONLY_BYTES, compile_kernel, compile_task, jitable_sum
 
 DecodeBlock = Callable[[Bytes, int, Floats, int], None]
 """`decode_block(raw, at, out, start)`; see `BlockFormat`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The compiled kernels of one format. They check nothing; their callers have done that.
-
-    `decode(raw, row_stride, num_blocks, out)`: rows of `num_blocks` blocks, `row_stride` bytes apart in
-    `raw`, into `out` (one-dimensional; its size gives the number of rows).
-
-    `multiply(raw, x, out, start, stop)`: for weight rows start to stop, `out[:, row]` = the products
-    of that row with each row of `x` [num_tokens, width]. `out` is [num_tokens, num_rows].
-    """
-
-    decode: Callable[[Bytes, int, int, Floats], None]
-    multiply: Callable[[Bytes, Floats, Floats, int, int], None]
+Decode = Callable[[Bytes, int, int, Floats], None]
+"""`decode(raw, row_stride, num_blocks, out)`: rows of `num_blocks` blocks, `row_stride` bytes apart in `raw`,
+into `out` (one-dimensional; its size gives the number of rows). It checks nothing."""
 
 
 @jitable_sum
@@ -59,8 +41,8 @@ def _dot_2x4(weights: Floats, x: Floats, t0: int, t1: int, t2: int, t3: int) -> 
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
-def compile_kernels(tensor_type: TensorType, decode_block: DecodeBlock) -> Kernels:
-    """Both kernels of one format, compiled or loaded from the cache."""
+def compile_decode(tensor_type: TensorType, decode_block: DecodeBlock) -> Decode:
+    """Compiled, or loaded from the cache."""
     block_size, block_bytes = tensor_type.block_size, tensor_type.block_bytes
 
     def decode(raw: Bytes, row_stride: int, num_blocks: int, out: Floats) -> None:
@@ -70,11 +52,27 @@ def compile_kernels(tensor_type: TensorType, decode_block: DecodeBlock) -> Kerne
                 at = row * row_stride + block * block_bytes
                 decode_block(raw, at, out, row * width + block * block_size)
 
-    def multiply(raw: Bytes, x: Floats, out: Floats, start: int, stop: int) -> None:
-        num_tokens, width = x.shape
+    name = f"decode_{tensor_type.name}"
+    return compile_kernel(decode, name, READONLY_BYTES, INTEGER, INTEGER, FLOATS)
+
+
+def compile_portable_multiply(tensor_type: TensorType, decode_block: DecodeBlock) -> int:
+    """The address of the multiply task (`shared.native.task`), compiled or loaded from the cache; its params
+    are a `MATRIX`."""
+    block_size, block_bytes = tensor_type.block_size, tensor_type.block_bytes
+
+    def multiply(params: int, start: int, stop: int, scratch: int) -> None:
+        # The fields of a MATRIX and of its PLANE, in their order.
+        matrix = carray(integers_at(params), (5,))
+        row_bytes, out_stride = matrix[1], matrix[4]
+        plane = carray(integers_at(matrix[2]), (6,))
+        width, num_tokens = plane[4], plane[5]
+        raw = carray(bytes_at(matrix[0]), (stop * row_bytes,))
+        x = carray(floats_at(plane[0]), (num_tokens, width))
+        out = carray(floats_at(matrix[3]), ((num_tokens - 1) * out_stride + stop,))
+        weights = carray(floats_at(scratch), (2 * width,))  # two decoded rows
         num_blocks = width // block_size
         last = num_tokens - 1
-        weights = np.empty(2 * width, np.float32)  # two decoded rows, small enough for the L1 cache
         for first in range(start, stop, 2):
             # The last of an odd number of rows is its own partner, and the last token fills up a group of
             # four: some results are computed and written twice, and no other case is needed.
@@ -82,18 +80,18 @@ def compile_kernels(tensor_type: TensorType, decode_block: DecodeBlock) -> Kerne
             for half in range(2):
                 row = second if half else first
                 for block in range(num_blocks):
-                    at = (row * num_blocks + block) * block_bytes
+                    at = row * row_bytes + block * block_bytes
                     decode_block(raw, at, weights, half * width + block * block_size)
             for t0 in range(0, num_tokens, 4):
                 t1, t2, t3 = min(t0 + 1, last), min(t0 + 2, last), min(t0 + 3, last)
-                sums = _dot_2x4(weights, x, t0, t1, t2, t3)
-                out[t0, first], out[t1, first], out[t2, first], out[t3, first] = sums[:4]
-                out[t0, second], out[t1, second], out[t2, second], out[t3, second] = sums[4:]
+                a0, a1, a2, a3, b0, b1, b2, b3 = _dot_2x4(weights, x, t0, t1, t2, t3)
+                out[t0 * out_stride + first] = a0
+                out[t1 * out_stride + first] = a1
+                out[t2 * out_stride + first] = a2
+                out[t3 * out_stride + first] = a3
+                out[t0 * out_stride + second] = b0
+                out[t1 * out_stride + second] = b1
+                out[t2 * out_stride + second] = b2
+                out[t3 * out_stride + second] = b3
 
-    name = tensor_type.name
-    return Kernels(
-        decode=compile_kernel(decode, f"decode_{name}", READONLY_BYTES, INTEGER, INTEGER, FLOATS),
-        multiply=compile_kernel(
-            multiply, f"multiply_{name}", READONLY_BYTES, READONLY_ROWS, ROWS, INTEGER, INTEGER
-        ),
-    )
+    return compile_task(multiply, f"multiply_{tensor_type.name}")

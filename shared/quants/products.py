@@ -1,18 +1,56 @@
 """Matrix products with quantised weights, activations in float32."""
 
-import numpy as np
+import ctypes
+import threading
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.native.task import SCRATCH_BYTES, address_of
 from shared.quants.block_bytes import Bytes, Floats
 from shared.quants.block_format import BlockFormat
-from shared.quants.decoding import decode_rows, read_only
+from shared.quants.matrix import GROUP, HALF_GROUP, MATRIX, PLANE
+from shared.quants.quantising import quantise_task
 
-_FEW_TOKENS = 24
-"""Up to here the kernel that decodes two rows at a time is faster, above it a BLAS product of decoded tiles.
-Measured on one core (AMD EPYC with AVX2, OpenBLAS) at widths 640 and 2560: 0.91 to 0.93 ns a weight for 24
-tokens, 1.19 to 1.08 for 32."""
+_TASK = ctypes.CFUNCTYPE(None, *4 * (ctypes.c_int64,))
+"""Calls through it do not hold the GIL."""
 
-_TILE_WEIGHTS = 128 * 2560
-"""Decoded weights in one tile, 1.25 MiB. Measured so too: a quarter is 15 % slower, more is no faster."""
+
+def multiply_task(fmt: BlockFormat) -> int:
+    """The address of the task that multiplies rows of this format; its params are a `MATRIX`."""
+    return fmt.multiply_task
+
+
+def uses_codes(fmt: BlockFormat) -> bool:
+    """Whether that task reads the plane's codes, so that `quantise_task` has to run before it."""
+    return fmt.uses_codes
+
+
+_memory = threading.local()
+
+
+def _scratch() -> int:
+    """The address of this thread's scratch memory."""
+    if not hasattr(_memory, "scratch"):
+        _memory.scratch = np.empty(SCRATCH_BYTES + 64, np.uint8)
+    return -(-address_of(_memory.scratch) // 64) * 64
+
+
+class ActivationPlane:
+    """Activations x, float32 [num_tokens, width], as the tasks read them."""
+
+    def __init__(self, x: Floats) -> None:
+        num_tokens, width = x.shape
+        self.floats = np.ascontiguousarray(x)
+        self.codes: NDArray[np.uint8] = np.empty((num_tokens, width), np.uint8)
+        self.scales: Floats = np.empty((num_tokens, width // GROUP), np.float32)
+        self.sums: Floats = np.empty((num_tokens, width // HALF_GROUP), np.float32)
+        addresses = [address_of(array) for array in (self.floats, self.codes, self.scales, self.sums)]
+        self.record = np.array([(*addresses, width, num_tokens)], PLANE)
+
+    def quantise(self) -> None:
+        """Fills codes, scales and sums in."""
+        run_task(quantise_task(), self.record, 0, self.scales.size)
 
 
 def matmul(
@@ -30,20 +68,30 @@ def matmul(
     """
     stop = len(raw) if stop is None else stop
     _check(fmt, raw, x, out, start, stop)
-    num_tokens, width = x.shape
-    if num_tokens == 0 or start == stop:
+    if len(x) == 0 or start == stop:
         return
-    if fmt.decode_block is None:
-        _float_product(x, raw[start:stop].view(np.float32), out[:, start:stop])
-    elif num_tokens <= _FEW_TOKENS:
-        fmt.kernels.multiply(read_only(raw.reshape(-1)), read_only(np.ascontiguousarray(x)), out, start, stop)
-    else:
-        rows_per_tile = max(1, _TILE_WEIGHTS // width)
-        tile = np.empty((min(rows_per_tile, stop - start), width), np.float32)
-        for first in range(start, stop, rows_per_tile):
-            last = min(first + rows_per_tile, stop)
-            weights = decode_rows(fmt, raw[first:last], tile[: last - first])
-            _float_product(x, weights, out[:, first:last])
+    plane = ActivationPlane(x)
+    if uses_codes(fmt):
+        plane.quantise()
+    run_multiply(multiply_task(fmt), raw, plane, out, start, stop)
+
+
+def run_multiply(task: int, raw: Bytes, plane: ActivationPlane, out: Floats, start: int, stop: int) -> None:
+    """Runs a multiply task on this thread, unchecked: arguments as those of `matmul`, the plane quantised
+    where the task wants that."""
+    run_task(task, matrix_record(raw, plane, out), start, stop)
+
+
+def matrix_record(raw: Bytes, plane: ActivationPlane, out: Floats) -> NDArray[np.void]:
+    """A `MATRIX` of these; it holds their addresses only."""
+    return np.array(
+        [(address_of(raw), raw.shape[1], address_of(plane.record), address_of(out), out.shape[1])], MATRIX
+    )
+
+
+def run_task(task: int, record: NDArray[np.void], start: int, stop: int) -> None:
+    """Runs a task (`shared.native.task`) on this thread, for items `start` to `stop`."""
+    _TASK(task)(address_of(record), start, stop, _scratch())
 
 
 def _check(fmt: BlockFormat, raw: Bytes, x: Floats, out: Floats, start: int, stop: int) -> None:
@@ -64,9 +112,3 @@ def _check(fmt: BlockFormat, raw: Bytes, x: Floats, out: Floats, start: int, sto
         )
     if not 0 <= start <= stop <= num_rows:
         raise ValueError(f"rows {start} to {stop} are not within the {num_rows} rows there are")
-
-
-def _float_product(x: Floats, weights: Floats, out: Floats) -> None:
-    # NaN and infinity are results like others here, as in the kernels; numpy would warn of them.
-    with np.errstate(invalid="ignore", over="ignore"):
-        np.matmul(x, weights.T, out=out)

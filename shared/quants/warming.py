@@ -1,18 +1,30 @@
 """Compiles kernels before the first request needs them."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from shared.quants.block_format import BlockFormat
+from shared.quants.quantising import quantise_task
 
 
-def warm(formats: Iterable[BlockFormat], on_progress: Callable[[int, int, str], None] | None = None) -> None:
-    """Compiles the kernels of `formats` (about a second each), or loads them from the cache (hundredths).
+def warm(
+    multiplied: Iterable[BlockFormat] = (),
+    decoded: Iterable[BlockFormat] = (),
+    on_progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """Compiles what multiplies and what decodes rows of these formats (about a second each), or loads it from
+    the cache (hundredths).
 
-    `on_progress(num_done, num_total, name)` is called after each format.
+    `on_progress(num_done, num_total, name)` is called after each.
     """
-    wanted = sorted({fmt.type.name: fmt for fmt in formats}.items())
-    for num_done, (name, fmt) in enumerate(wanted, start=1):
-        if fmt.decode_block is not None:
-            _ = fmt.kernels
+    jobs: dict[str, Callable[[], object]] = {}
+    for fmt in multiplied:
+        jobs[f"products with {fmt.type.name}"] = partial(getattr, fmt, "multiply_task")
+        if fmt.uses_codes:
+            jobs["activations"] = quantise_task
+    for fmt in decoded:
+        jobs[f"rows of {fmt.type.name}"] = partial(getattr, fmt, "decode")
+    for num_done, (name, compile_it) in enumerate(sorted(jobs.items()), start=1):
+        compile_it()
         if on_progress is not None:
-            on_progress(num_done, len(wanted), name)
+            on_progress(num_done, len(jobs), name)

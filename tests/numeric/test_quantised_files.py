@@ -1,7 +1,9 @@
 """Quantised files against the exact values of their own blocks.
 
-Strata keeps activations in float32, so it is as close to the reference on a quantised file as on any other.
-llama.cpp rounds activations to 8 bits: on these models its divergence is 5e-4 to 4e-3 on average.
+The portable kernels keep activations in float32, so they are as close to the reference on a quantised file as
+on any other. The others round activations to 8 bits, as llama.cpp does, whose divergence on these models is
+5e-4 to 4e-3 on average. A few positions, where two experts were nearly tied, make most of an average: hence
+the medians.
 """
 
 import numpy as np
@@ -11,6 +13,7 @@ from shared.quants import SUPPORTED
 from tests.support import llama_cpp
 from tests.support.divergence import divergences
 from tests.support.in_process import InProcessModel
+from tests.support.kernels import using_kernels
 from tests.support.model_file import FileLayout
 from tests.support.model_shapes import Shape
 from tests.support.prepared import Prepared
@@ -41,11 +44,23 @@ all_profiles = pytest.mark.parametrize("prepared", PROFILES, indirect=True)
 
 @all_profiles
 def test_mixed_types(prepared: Prepared) -> None:
-    """The mixes of published files, position by position with the same tokens before."""
+    """The mixes of published files, position by position with the same tokens before; nothing is rounded."""
     token_ids = prepared.prompt(120)
-    expected, logits = prepared.expected(token_ids), prepared.model.logits(token_ids, [100, *[1] * 10])
+    with using_kernels("portable"):
+        model = InProcessModel(prepared.reference.path)
+        expected, logits = prepared.expected(token_ids), model.logits(token_ids, [100, *[1] * 10])
     assert np.abs(logits - expected).max() <= 2e-4
     assert divergences(expected, logits).mean() <= 1e-6
+
+
+@all_profiles
+def test_rounded_activations(prepared: Prepared) -> None:
+    """The same with the kernels that this CPU gets."""
+    token_ids = prepared.prompt(120)
+    expected, logits = prepared.expected(token_ids), prepared.model.logits(token_ids, [100, *[1] * 10])
+    found = divergences(expected, logits)
+    assert np.median(found) <= 4e-3
+    assert found.mean() <= 8e-3
 
 
 @all_profiles
@@ -68,7 +83,10 @@ def test_one_type_throughout(type_name: str, tmp_path_factory: pytest.TempPathFa
     """Embedding, head, n-gram table and projections, experts, shared expert, attention and delta net."""
     types = {**dict.fromkeys(_UNTOUCHED, "F32"), "": type_name}
     reference = make_reference(tmp_path_factory.mktemp(type_name), UNIFORM_SHAPE, FileLayout(types))
-    prepared = Prepared(reference, InProcessModel(reference.path))
-    token_ids = prepared.prompt(50)
-    logits = prepared.model.logits(token_ids, [45, *[1] * 5])
-    assert np.abs(logits - prepared.expected(token_ids)).max() <= 2e-4
+    with using_kernels("portable"):
+        exact = Prepared(reference, InProcessModel(reference.path))
+        token_ids = exact.prompt(50)
+        expected, logits = exact.expected(token_ids), exact.model.logits(token_ids, [45, *[1] * 5])
+    assert np.abs(logits - expected).max() <= 2e-4
+    rounded = InProcessModel(reference.path).logits(token_ids, [45, *[1] * 5])
+    assert np.median(divergences(expected, rounded)) <= 1e-3

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,28 +12,43 @@ import shared.quants
 from shared.gguf.types import tensor_type_named
 from shared.quants import SUPPORTED, UnsupportedTensorType, block_format, warm
 from shared.quants.compile_cache import cache_folder
+from shared.quants.simd.instruction_set import supported
 
-# Prints, for each type named, the product of a row of 32 weights with ones: codes of 1, scale 2.
+# Prints, for each type named, the product of a row of 32 weights with ones, and the sum of the decoded row:
+# codes of 1, scale 2.
 _PROGRAM = """
 import logging, sys
 import numpy as np
 from shared.gguf.types import tensor_type_named
-from shared.quants import block_format, matmul
+from shared.quants import block_format, choose_kernels, decode_rows, matmul
 logging.basicConfig(format="LOG %(levelname)s %(message)s")
-for name in sys.argv[1:]:
+choose_kernels(sys.argv[1])
+for name in sys.argv[2:]:
     kind = tensor_type_named(name)
     raw = np.full((1, kind.block_bytes), {"Q8_0": 0x01, "Q4_0": 0x99}[name], np.uint8)
     raw[0, :2] = 0x00, 0x40
     out = np.empty((1, 1), np.float32)
     matmul(block_format(kind.type_id), raw, np.ones((1, 32), np.float32), out)
-    print(out[0, 0])
+    print(round(float(out[0, 0]), 4), decode_rows(block_format(kind.type_id), raw).sum())
 """
+# With kernels made for this CPU: a file for activations, one for products with each format, and an index and
+# a code file for decoding each. Portable ones need no activations, and have two files for everything.
+_NUM_FILES = {"auto": 1 + 2 * (1 + 2), "portable": 2 * (2 + 2)}
+
+either_way = pytest.mark.parametrize("kernels", ["auto", "portable"])
 
 
-def _start(cache: Path, *formats: str) -> subprocess.Popen[str]:
+@pytest.fixture(autouse=True)
+def _has_kernels(request: pytest.FixtureRequest) -> None:
+    kernels = getattr(request.node, "callspec", None) and request.node.callspec.params.get("kernels")
+    if kernels == "auto" and not supported():
+        pytest.skip("this CPU has no kernels but the portable ones")
+
+
+def _start(cache: Path, kernels: str, *formats: str) -> subprocess.Popen[str]:
     root = str(Path(shared.quants.__file__).parents[2])
     environment = os.environ | {"STRATA_CACHE_DIR": str(cache), "PYTHONPATH": root}
-    command = [sys.executable, "-c", _PROGRAM, *formats]
+    command = [sys.executable, "-c", _PROGRAM, kernels, *formats]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -51,38 +67,59 @@ def _files(cache: Path) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
 
 
-def test_processes_share_kernels(tmp_path: Path) -> None:
+@either_way
+def test_processes_share_kernels(kernels: str, tmp_path: Path) -> None:
     """Two that start at once, on an empty cache, compute and store the right kernels; a third compiles
     nothing. Guards against kernels whose cache key differs from process to process, and against two kernels
     in one index file, where one could be stored under the other's name."""
-    both = [_start(tmp_path, "Q8_0", "Q4_0"), _start(tmp_path, "Q4_0", "Q8_0")]
+    both = [_start(tmp_path, kernels, "Q8_0", "Q4_0"), _start(tmp_path, kernels, "Q4_0", "Q8_0")]
     assert [_finish(process) for process in both] == [[], []]
     stored = _files(tmp_path)
-    # An index and a code file for decoding and for multiplying, of each format.
-    assert sorted(path.suffix for path in stored) == 4 * [".nbc"] + 4 * [".nbi"]
+    assert len(stored) == _NUM_FILES[kernels]
 
-    assert _finish(_start(tmp_path, "Q8_0", "Q4_0")) == []
+    assert _finish(_start(tmp_path, kernels, "Q8_0", "Q4_0")) == []
     assert _files(tmp_path) == stored
 
 
-def test_damaged_files_are_replaced(tmp_path: Path) -> None:
+@either_way
+def test_damaged_files_are_replaced(kernels: str, tmp_path: Path) -> None:
     """As a power cut may leave them: the start that finds them warns and works, the next finds none."""
-    _finish(_start(tmp_path, "Q8_0"))
+    _finish(_start(tmp_path, kernels, "Q8_0"))
+    num_files = len(_files(tmp_path))
     for path in _files(tmp_path):
         path.write_bytes(path.read_bytes()[:100] if "decode" in path.name else b"")
-    logged = _finish(_start(tmp_path, "Q8_0"))
-    assert [("WARNING" in line, "is not usable" in line) for line in logged] == 2 * [(True, True)]
-    assert _finish(_start(tmp_path, "Q8_0")) == []
-    assert len(_files(tmp_path)) == 4
+    logged = _finish(_start(tmp_path, kernels, "Q8_0"))
+    num_kernels = {"auto": 3, "portable": 2}[kernels]
+    assert [("WARNING" in line, "is not usable" in line) for line in logged] == num_kernels * [(True, True)]
+    assert _finish(_start(tmp_path, kernels, "Q8_0")) == []
+    assert len(_files(tmp_path)) == num_files
 
 
-def test_unwritable_directory_costs_a_warning(tmp_path: Path) -> None:
+@either_way
+def test_unwritable_directory_costs_a_warning(kernels: str, tmp_path: Path) -> None:
     """Without a cache the kernels are compiled in memory; the log says once what to do about it."""
     (tmp_path / "file").touch()
-    logged = _finish(_start(tmp_path / "file" / "cache", "Q8_0"))
+    logged = _finish(_start(tmp_path / "file" / "cache", kernels, "Q8_0"))
     assert len(logged) == 1
     assert "WARNING" in logged[0]
     assert "STRATA_CACHE_DIR" in logged[0]
+
+
+def test_folders_of_earlier_versions_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a new one is made, and no start has used them for a month; all else stays."""
+    monkeypatch.setenv("STRATA_CACHE_DIR", str(tmp_path))
+    kernels = tmp_path / "kernels"
+    month_ago = time.time() - 31 * 24 * 3600
+    for name in ("old", "recent"):
+        (kernels / name).mkdir(parents=True)
+        (kernels / name / "kernel.o").touch()
+    os.utime(kernels / "old", (month_ago, month_ago))
+    folder = cache_folder.__wrapped__()
+    assert folder is not None
+    assert sorted(path.name for path in kernels.iterdir()) == sorted(["recent", folder.name])
+    os.utime(folder, (month_ago, month_ago))
+    cache_folder.__wrapped__()
+    assert folder.stat().st_mtime > month_ago + 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +161,9 @@ def test_every_supported_type_is_found() -> None:
 
 def test_warming_reports_progress() -> None:
     """Whoever waits for kernels at start sees how far they are; a format named twice counts once."""
-    formats = [block_format(tensor_type_named(name).type_id) for name in ("Q8_0", "F32", "Q8_0")]
+    quantised, floats = (block_format(tensor_type_named(name).type_id) for name in ("Q8_0", "F32"))
     seen: list[tuple[int, int, str]] = []
-    warm(formats, lambda done, total, name: seen.append((done, total, name)))
-    assert seen == [(1, 2, "F32"), (2, 2, "Q8_0")]
+    warm([quantised, floats, quantised], [floats], lambda *progress: seen.append(progress))
+    activations = ["activations"] if quantised.uses_codes else []
+    names = [*activations, "products with F32", "products with Q8_0", "rows of F32"]
+    assert seen == [(number, len(names), name) for number, name in enumerate(names, start=1)]

@@ -9,6 +9,8 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
+from shared.quants.simd.multiply import FloatWays
+from shared.quants.simd.vector import HALF, Code, Value
 
 
 @jitable
@@ -16,4 +18,8 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
     put(out, start, half_at(raw, at))
 
 
-F16 = BlockFormat(tensor_type_named("F16"), decode_block)
+def _read(code: Code, address: Value, lanes: int) -> Value:
+    return code.load(HALF, lanes, address, constant=True).to_float()
+
+
+F16 = BlockFormat(tensor_type_named("F16"), decode_block, FloatWays(2, _read))

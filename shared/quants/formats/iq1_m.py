@@ -17,6 +17,17 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_from_bits, pu
 from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import IQ1_GRID
 from shared.quants.jit import jitable
+from shared.quants.simd.description import (
+    Block,
+    GroupDescription,
+    all_or_nothing,
+    fields,
+    looked_up,
+    spread_bits,
+    to_floats,
+)
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import HALF, I8, I16, I64, Value
 
 _HIGH_BITS, _SCALES = 32, 48
 
@@ -37,4 +48,29 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 8 * i + j, sub_scale * (np.float32(IQ1_GRID[entry, j]) + shift))
 
 
-IQ1_M = BlockFormat(tensor_type_named("IQ1_M"), decode_block)
+class _Groups(GroupDescription):
+    # In eighths, so that the shift is a whole number.
+    scale_size = 16
+    smallest_code, largest_code = -9, 9
+
+    def codes(self, block: Block, group: int) -> Value:
+        code = block.code
+        low = fields(block.double_word(4 * group).zero_extended(I64), 8, 4)
+        high = fields(block.word(_HIGH_BITS + 2 * group), 4, 4)
+        entries = [a | (b & 7) << 8 for a, b in zip(low, high, strict=True)]
+        values = looked_up(code, code.table("iq1", IQ1_GRID), 8, entries)
+        is_down = spread_bits(code, all_or_nothing([b >> 3 for b in high]))
+        return (values << 3) + code.choose(is_down, code.splat(I8, 32, -1), code.splat(I8, 32, 1))
+
+    def scales(self, block: Block) -> Value:
+        code = block.code
+        words = block.words(_SCALES, 4)
+        half = fields(words.as_type(I64, 0) >> 12, 4, 4, stride=16)
+        bits = (half[0] | half[1] << 4 | half[2] << 8 | half[3] << 12).truncated(I16)
+        scale = bits.as_type(HALF, 0).to_float() * 0.125
+        sub = (words.repeated(4) >> code.constant(I16, [0, 3, 6, 9] * 4)) & 7
+        return (to_floats(sub) * 2.0 + 1.0) * scale.broadcast(16)
+
+
+_TYPE = tensor_type_named("IQ1_M")
+IQ1_M = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

@@ -16,6 +16,18 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import IQ2_S_GRID, SIGNS
 from shared.quants.jit import jitable
+from shared.quants.simd.description import (
+    Block,
+    GroupDescription,
+    fields,
+    interleaved_nibbles,
+    looked_up,
+    negated_where,
+    spread_bits,
+    to_floats,
+)
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import I64, Value
 
 _LOW_BITS, _SIGNS, _HIGH_BITS, _SCALES = 2, 34, 66, 74
 
@@ -33,4 +45,23 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 8 * i + j, sub_scale * np.float32(IQ2_S_GRID[entry, j]) * SIGNS[signs, j])
 
 
-IQ2_S = BlockFormat(tensor_type_named("IQ2_S"), decode_block)
+class _Groups(GroupDescription):
+    scale_size = 16
+    smallest_code, largest_code = -43, 43
+
+    def codes(self, block: Block, group: int) -> Value:
+        code = block.code
+        low = fields(block.double_word(_LOW_BITS + 4 * group).zero_extended(I64), 8, 4)
+        high = fields(block.byte(_HIGH_BITS + group), 2, 4)
+        entries = [a | b << 8 for a, b in zip(low, high, strict=True)]
+        magnitudes = looked_up(code, code.table("iq2_s", IQ2_S_GRID), 8, entries)
+        signs = spread_bits(code, block.double_word(_SIGNS + 4 * group))
+        return negated_where(code, signs, magnitudes)
+
+    def scales(self, block: Block) -> Value:
+        bits = to_floats(interleaved_nibbles(block.bytes(_SCALES, 8)))
+        return (bits + 0.5) * (block.half(0) * 0.25).broadcast(16)
+
+
+_TYPE = tensor_type_named("IQ2_S")
+IQ2_S = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

@@ -16,6 +16,19 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put, uint
 from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import EVEN_SIGNS, IQ2_XS_GRID
 from shared.quants.jit import jitable
+from shared.quants.simd.description import (
+    Block,
+    GroupDescription,
+    bits_of_bytes,
+    even_parity,
+    fields,
+    interleaved_nibbles,
+    looked_up,
+    negated_where,
+    to_floats,
+)
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import I8, Value
 
 _CODES, _SCALES = 2, 66
 
@@ -33,4 +46,23 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 8 * i + j, sub_scale * magnitude * EVEN_SIGNS[signs, j])
 
 
-IQ2_XS = BlockFormat(tensor_type_named("IQ2_XS"), decode_block)
+class _Groups(GroupDescription):
+    scale_size = 16
+    smallest_code, largest_code = -43, 43
+
+    def codes(self, block: Block, group: int) -> Value:
+        code = block.code
+        entries = fields(block.quad_word(_CODES + 8 * group), 9, 4, stride=16)
+        magnitudes = looked_up(code, code.table("iq2_xs", IQ2_XS_GRID), 8, entries)
+        # Of half the block at once, since one register holds its codes.
+        first = group // 4 * 4
+        signs = even_parity(code, (block.words(_CODES + 8 * first, 16) >> 9).truncated(I8))
+        return negated_where(code, bits_of_bytes(code, signs, 4 * (group - first)), magnitudes)
+
+    def scales(self, block: Block) -> Value:
+        bits = to_floats(interleaved_nibbles(block.bytes(_SCALES, 8)))
+        return (bits + 0.5) * (block.half(0) * 0.25).broadcast(16)
+
+
+_TYPE = tensor_type_named("IQ2_XS")
+IQ2_XS = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

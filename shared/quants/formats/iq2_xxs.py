@@ -15,6 +15,15 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put, uint
 from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import EVEN_SIGNS, IQ2_XXS_GRID
 from shared.quants.jit import jitable
+from shared.quants.simd.description import (
+    Block,
+    GroupDescription,
+    looked_up,
+    negated_where,
+    packed_signs,
+)
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import Value
 
 _GROUPS = 2
 
@@ -33,4 +42,19 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
                 put(out, start + 32 * group + 8 * i + j, group_scale * magnitude * EVEN_SIGNS[signs, j])
 
 
-IQ2_XXS = BlockFormat(tensor_type_named("IQ2_XXS"), decode_block)
+class _Groups(GroupDescription):
+    smallest_code, largest_code = -43, 43
+
+    def codes(self, block: Block, group: int) -> Value:
+        code, at = block.code, _GROUPS + 8 * group
+        entries = [block.byte(at + i) for i in range(4)]
+        magnitudes = looked_up(code, code.table("iq2_xxs", IQ2_XXS_GRID), 8, entries)
+        return negated_where(code, packed_signs(code, block.double_word(at + 4)), magnitudes)
+
+    def scales(self, block: Block) -> Value:
+        words = block.strided_double_words(_GROUPS + 4, 8, stride=8)
+        return ((words >> 28).to_float() + 0.5) * (block.half(0) * 0.25).broadcast(8)
+
+
+_TYPE = tensor_type_named("IQ2_XXS")
+IQ2_XXS = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

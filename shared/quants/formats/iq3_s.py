@@ -16,6 +16,18 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import IQ3_S_GRID, SIGNS
 from shared.quants.jit import jitable
+from shared.quants.simd.description import (
+    Block,
+    GroupDescription,
+    bits_of_bytes,
+    interleaved_nibbles,
+    looked_up,
+    negated_where,
+    spread_bits,
+    to_floats,
+)
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import I16, Value
 
 _LOW_BITS, _HIGH_BITS, _SIGNS, _SCALES = 2, 66, 74, 106
 
@@ -35,4 +47,28 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 4 * i + j, group_scale * magnitude * SIGNS[signs, first_sign + j])
 
 
-IQ3_S = BlockFormat(tensor_type_named("IQ3_S"), decode_block)
+def _entries(block: Block) -> list[Value]:
+    """All 64."""
+    code = block.code
+    low = block.bytes(_LOW_BITS, 64).zero_extended(I16)
+    high = bits_of_bytes(code, block.bytes(_HIGH_BITS, 8), 0, 8)
+    return code.unpacked(code.choose(high, low | 256, low))
+
+
+class _Groups(GroupDescription):
+    smallest_code, largest_code = -15, 15
+
+    def codes(self, block: Block, group: int) -> Value:
+        code = block.code
+        entries = block.once("entries", _entries)[8 * group : 8 * group + 8]
+        magnitudes = looked_up(code, code.table("iq3_s", IQ3_S_GRID), 4, entries)
+        signs = spread_bits(code, block.double_word(_SIGNS + 4 * group))
+        return negated_where(code, signs, magnitudes)
+
+    def scales(self, block: Block) -> Value:
+        bits = to_floats(interleaved_nibbles(block.bytes(_SCALES, 4)))
+        return (bits * 2.0 + 1.0) * block.half(0).broadcast(8)
+
+
+_TYPE = tensor_type_named("IQ3_S")
+IQ3_S = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

@@ -16,6 +16,15 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put, uint
 from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import EVEN_SIGNS, IQ3_XXS_GRID
 from shared.quants.jit import jitable
+from shared.quants.simd.description import (
+    Block,
+    GroupDescription,
+    looked_up,
+    negated_where,
+    packed_signs,
+)
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import I32, Value
 
 _ENTRIES, _SIGNS_AND_SCALES = 2, 66
 
@@ -33,4 +42,20 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 4 * i + j, group_scale * magnitude * EVEN_SIGNS[signs, first_sign + j])
 
 
-IQ3_XXS = BlockFormat(tensor_type_named("IQ3_XXS"), decode_block)
+class _Groups(GroupDescription):
+    smallest_code, largest_code = -62, 62
+
+    def codes(self, block: Block, group: int) -> Value:
+        code = block.code
+        entries = [block.byte(_ENTRIES + 8 * group + i) for i in range(8)]
+        magnitudes = looked_up(code, code.table("iq3_xxs", IQ3_XXS_GRID), 4, entries)
+        signs = packed_signs(code, block.double_word(_SIGNS_AND_SCALES + 4 * group))
+        return negated_where(code, signs, magnitudes)
+
+    def scales(self, block: Block) -> Value:
+        words = block.bytes(_SIGNS_AND_SCALES, 32).as_type(I32, 8)
+        return ((words >> 28).to_float() + 0.5) * (block.half(0) * 0.5).broadcast(8)
+
+
+_TYPE = tensor_type_named("IQ3_XXS")
+IQ3_XXS = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

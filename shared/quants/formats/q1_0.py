@@ -13,6 +13,9 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import SIGNS
 from shared.quants.jit import jitable
+from shared.quants.simd.description import Block, GroupDescription, spread_bits
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import I8, Value
 
 
 @jitable
@@ -24,4 +27,18 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 8 * byte + j, negative_scale * SIGNS[signs, j])
 
 
-Q1_0 = BlockFormat(tensor_type_named("Q1_0"), decode_block)
+class _Groups(GroupDescription):
+    scale_size = 128
+    smallest_code, largest_code = -1, 1
+
+    def codes(self, block: Block, group: int) -> Value:
+        code = block.code
+        bits = spread_bits(code, block.double_word(2 + 4 * group))
+        return code.choose(bits, code.splat(I8, 32, 1), code.splat(I8, 32, -1))
+
+    def scales(self, block: Block) -> Value:
+        return block.half(0)
+
+
+_TYPE = tensor_type_named("Q1_0")
+Q1_0 = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

@@ -14,6 +14,9 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
+from shared.quants.simd.description import Block, GroupDescription
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import I8, I32, I64, Value
 
 _VALUES = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3).astype(np.float32) - np.float32(1)
 """[256, 4]: the four values in a byte, for a scale of 1."""
@@ -28,4 +31,32 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 4 * byte + j, _VALUES[codes, j] * scale)
 
 
-Q2_0 = BlockFormat(tensor_type_named("Q2_0"), decode_block)
+# Of each weight within the eight bytes its group has, from which a byte is cut out.
+_FIRST_BITS = [2 * weight % 64 for weight in range(64)]
+
+
+class _Groups(GroupDescription):
+    scale_size = 64
+    smallest_code, largest_code = -1, 2
+
+    def codes(self, block: Block, group: int) -> Value:
+        code = block.code
+        if code.instructions.has_multishift:
+            word = block.quad_word(2 + 8 * group).broadcast(4).as_type(I8, 32)
+            return (code.bytes_from_bits(word, _FIRST_BITS[:32]) & 3) - 1
+        # A byte holds four weights; spread over four bytes in two steps of a shift each.
+        packed = block.bytes(2 + 8 * group, 8).zero_extended(I32)
+        pairs = (packed | packed << 12) & 0x000F000F
+        return ((pairs | pairs << 6) & 0x03030303).as_type(I8, 32) - 1
+
+    def pair_codes(self, first: tuple[Block, int], second: tuple[Block, int]) -> Value:
+        code, block = first[0].code, first[0]
+        words = block.bytes(2, 16).as_type(I64, 2).repeated(4).as_type(I8, 64)
+        return (code.bytes_from_bits(words, _FIRST_BITS) & 3) - 1
+
+    def scales(self, block: Block) -> Value:
+        return block.half(0)
+
+
+_TYPE = tensor_type_named("Q2_0")
+Q2_0 = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

@@ -14,6 +14,9 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
+from shared.quants.simd.description import Block, GroupDescription, bits_for_pair, to_floats
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import Value
 
 _CODES, _SCALE, _MINIMUM = 16, 80, 82
 
@@ -31,4 +34,25 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 16 * sub + j, sub_scale * np.float32(code) - sub_minimum)
 
 
-Q2_K = BlockFormat(tensor_type_named("Q2_K"), decode_block)
+class _Groups(GroupDescription):
+    scale_size = 16
+    smallest_code, largest_code = 0, 3
+    has_minimums = True
+
+    def codes(self, block: Block, group: int) -> Value:
+        return (block.bytes(_CODES + 32 * (group // 4), 32) >> (group % 4 * 2)) & 3
+
+    def pair_codes(self, first: tuple[Block, int], second: tuple[Block, int]) -> Value:
+        block, group = first
+        shift = group % 4 * 2
+        return bits_for_pair(block.bytes(_CODES + 32 * (group // 4), 32), shift, shift + 2) & 3
+
+    def scales(self, block: Block) -> Value:
+        return to_floats(block.bytes(0, 16) & 15) * block.half(_SCALE).broadcast(16)
+
+    def minimums(self, block: Block) -> Value:
+        return to_floats(block.bytes(0, 16) >> 4) * block.half(_MINIMUM).broadcast(16)
+
+
+_TYPE = tensor_type_named("Q2_K")
+Q2_K = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

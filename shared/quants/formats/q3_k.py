@@ -16,6 +16,9 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
+from shared.quants.simd.description import Block, GroupDescription, bits_for_pair, nibbles
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import I32, Value
 
 _CODES, _SCALES, _SCALE = 32, 96, 108
 
@@ -35,4 +38,29 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 16 * sub + j, sub_scale * (low_bits - offset))
 
 
-Q3_K = BlockFormat(tensor_type_named("Q3_K"), decode_block)
+class _Groups(GroupDescription):
+    scale_size = 16
+    smallest_code, largest_code = -4, 3
+
+    def codes(self, block: Block, group: int) -> Value:
+        low = (block.bytes(_CODES + 32 * (group // 4), 32) >> (group % 4 * 2)) & 3
+        high = (block.bytes(0, 32) >> group) & 1
+        return (low | high << 2) - 4
+
+    def pair_codes(self, first: tuple[Block, int], second: tuple[Block, int]) -> Value:
+        block, group = first
+        shift = group % 4 * 2
+        low = bits_for_pair(block.bytes(_CODES + 32 * (group // 4), 32), shift, shift + 2) & 3
+        high = bits_for_pair(block.bytes(0, 32), group, group + 1) & 1
+        return (low | high << 2) - 4
+
+    def scales(self, block: Block) -> Value:
+        low = nibbles(block.bytes(_SCALES, 8))
+        packed = block.bytes(_SCALES + 8, 4)
+        high = (packed.joined(packed >> 2)).joined((packed >> 4).joined(packed >> 6)) & 3
+        bits = (low | high << 4) - 32
+        return bits.sign_extended(I32).to_float() * block.half(_SCALE).broadcast(16)
+
+
+_TYPE = tensor_type_named("Q3_K")
+Q3_K = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

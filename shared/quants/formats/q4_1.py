@@ -13,6 +13,9 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
+from shared.quants.simd.description import Block, GroupDescription, nibbles
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import Value
 
 
 @jitable
@@ -24,4 +27,24 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
         put(out, start + 16 + j, np.float32(codes >> 4) * scale + minimum)
 
 
-Q4_1 = BlockFormat(tensor_type_named("Q4_1"), decode_block)
+class _Groups(GroupDescription):
+    smallest_code, largest_code = 0, 15
+    has_minimums = True
+
+    pair_order = (0, 2, 1, 3)
+
+    def codes(self, block: Block, group: int) -> Value:
+        return nibbles(block.bytes(4, 16))
+
+    def pair_codes(self, first: tuple[Block, int], second: tuple[Block, int]) -> Value:
+        return nibbles(first[0].bytes(4, 16).joined(second[0].bytes(4, 16)))
+
+    def scales(self, block: Block) -> Value:
+        return block.half(0)
+
+    def minimums(self, block: Block) -> Value:
+        return 0.0 - block.half(2)
+
+
+_TYPE = tensor_type_named("Q4_1")
+Q4_1 = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

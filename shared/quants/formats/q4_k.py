@@ -13,8 +13,11 @@ import numpy as np
 from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
-from shared.quants.formats.six_bit_scales import scale_and_minimum
+from shared.quants.formats.six_bit_scales import scale_and_minimum, six_bit_minimums, six_bit_scales
 from shared.quants.jit import jitable
+from shared.quants.simd.description import Block, GroupDescription, to_floats
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import Value
 
 _SCALES, _CODES = 4, 16
 
@@ -31,4 +34,26 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 32 * group + j, group_scale * np.float32(code) - group_minimum)
 
 
-Q4_K = BlockFormat(tensor_type_named("Q4_K"), decode_block)
+class _Groups(GroupDescription):
+    smallest_code, largest_code = 0, 15
+    has_minimums = True
+    block_pairs = ((0, 2), (1, 3), (4, 6), (5, 7))
+
+    def codes(self, block: Block, group: int) -> Value:
+        packed = block.bytes(_CODES + 32 * (group // 2), 32)
+        return packed >> 4 if group % 2 else packed & 15
+
+    def pair_codes(self, first: tuple[Block, int], second: tuple[Block, int]) -> Value:
+        block, group = first
+        packed = block.bytes(_CODES + 32 * (group // 2), 64)
+        return packed >> 4 if group % 2 else packed & 15
+
+    def scales(self, block: Block) -> Value:
+        return to_floats(six_bit_scales(block, _SCALES)) * block.half(0).broadcast(8)
+
+    def minimums(self, block: Block) -> Value:
+        return to_floats(six_bit_minimums(block, _SCALES)) * block.half(2).broadcast(8)
+
+
+_TYPE = tensor_type_named("Q4_K")
+Q4_K = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

@@ -15,6 +15,9 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import FIFTH_BITS
 from shared.quants.jit import jitable
+from shared.quants.simd.description import Block, GroupDescription, nibbles, spread_bits
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import Value
 
 _FIFTH_BITS, _CODES = 4, 8
 
@@ -33,4 +36,21 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 16 + 8 * side + j, high * scale + minimum)
 
 
-Q5_1 = BlockFormat(tensor_type_named("Q5_1"), decode_block)
+class _Groups(GroupDescription):
+    smallest_code, largest_code = 0, 31
+    has_minimums = True
+
+    def codes(self, block: Block, group: int) -> Value:
+        fifths = spread_bits(block.code, block.double_word(_FIFTH_BITS))
+        low = nibbles(block.bytes(_CODES, 16))
+        return block.code.choose(fifths, low | 16, low)
+
+    def scales(self, block: Block) -> Value:
+        return block.half(0)
+
+    def minimums(self, block: Block) -> Value:
+        return 0.0 - block.half(2)
+
+
+_TYPE = tensor_type_named("Q5_1")
+Q5_1 = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

@@ -15,6 +15,9 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
+from shared.quants.simd.description import Block, GroupDescription, bits_for_pair
+from shared.quants.simd.multiply import QuantisedWays
+from shared.quants.simd.vector import I32, Value
 
 _HIGH_BITS, _SCALES, _SCALE = 128, 192, 208
 
@@ -33,4 +36,29 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 16 * sub + j, sub_scale * (np.float32(low | high << 4) - np.float32(32)))
 
 
-Q6_K = BlockFormat(tensor_type_named("Q6_K"), decode_block)
+class _Groups(GroupDescription):
+    scale_size = 16
+    smallest_code, largest_code = -32, 31
+
+    def codes(self, block: Block, group: int) -> Value:
+        half, k = group // 4, group % 4
+        packed = block.bytes(64 * half + 32 * (k % 2), 32)
+        low = packed >> 4 if k >= 2 else packed & 15
+        high = (block.bytes(_HIGH_BITS + 32 * half, 32) >> (2 * k)) & 3
+        return (low | high << 4) - 32
+
+    def pair_codes(self, first: tuple[Block, int], second: tuple[Block, int]) -> Value:
+        block, group = first
+        half, k = group // 4, group % 4
+        packed = block.bytes(64 * half, 64)
+        low = packed >> 4 if k >= 2 else packed & 15
+        high = bits_for_pair(block.bytes(_HIGH_BITS + 32 * half, 32), 2 * k, 2 * k + 2) & 3
+        return (low | high << 4) - 32
+
+    def scales(self, block: Block) -> Value:
+        scales = block.bytes(_SCALES, 16).sign_extended(I32).to_float()
+        return scales * block.half(_SCALE).broadcast(16)
+
+
+_TYPE = tensor_type_named("Q6_K")
+Q6_K = BlockFormat(_TYPE, decode_block, QuantisedWays(_TYPE, _Groups()))

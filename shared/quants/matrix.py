@@ -1,0 +1,37 @@
+"""The records of the matrix tasks: what is multiplied with what.
+
+An activation plane is the input of one or several matrices: a few tokens, in float32 and, where a kernel
+wants that, rounded to 8 bits with a scale for every 32 values. `quantise_plane` fills the second form in.
+
+All fields are int64; addresses are of C-contiguous memory.
+"""
+
+import numpy as np
+
+GROUP = 32
+"""Neighbouring activations that share a scale."""
+
+HALF_GROUP = 16
+"""Neighbouring activations whose sum is kept: the smallest number of weights that share a scale."""
+
+PLANE = np.dtype(
+    [
+        ("floats", np.int64),  # f32 [num_tokens, width]
+        ("codes", np.int64),  # u8 [num_tokens, width]; value = (code - 128) * scale
+        ("scales", np.int64),  # f32 [num_tokens, width / 32]
+        ("sums", np.int64),  # f32 [num_tokens, width / 16]: the sum of 16 values as they were rounded
+        ("width", np.int64),
+        ("num_tokens", np.int64),
+    ]
+)
+
+MATRIX = np.dtype(
+    [
+        ("weights", np.int64),  # u8 [num_rows, row_bytes], blocks of the kernel's format
+        ("row_bytes", np.int64),
+        ("plane", np.int64),  # address of a PLANE
+        ("out", np.int64),  # f32; row r of token t goes to out[t * out_stride + r]
+        ("out_stride", np.int64),
+    ]
+)
+"""Params of a format's multiply task, whose items are rows of weights."""

@@ -1,0 +1,59 @@
+"""The quantise task in vectors; `shared.quants.quantising` says what it computes."""
+
+from llvmlite import ir
+
+from shared.quants.simd.description import GROUP
+from shared.quants.simd.instruction_set import InstructionSet
+from shared.quants.simd.machine_code import compile_module
+from shared.quants.simd.multiply import begin_function, declare_task
+from shared.quants.simd.vector import FLOAT, I8, I32, I64, Code, Value
+
+_LANES = 8
+_NAME = "quantise_plane"
+
+
+def compile_quantise(instructions: InstructionSet) -> int:
+    """The address of the task, compiled or from the cache."""
+    return compile_module(_NAME, instructions, lambda module: _write(module, instructions))
+
+
+def _write(module: ir.Module, instructions: InstructionSet) -> None:
+    code, (plane, start, stop, _) = begin_function(declare_task(module, _NAME), instructions)
+    floats, codes, scales, sums = (
+        code.load(I64, 0, plane + 8 * number, align=8, constant=True) for number in range(4)
+    )
+    with code.loop(start, stop) as group:
+        first = group * GROUP
+        x = [code.load(FLOAT, _LANES, floats + (first + at) * 4) for at in range(0, GROUP, _LANES)]
+        largest = _largest_magnitude(code, x)
+        is_zero = code.value(code.builder.fcmp_ordered("==", largest.ir, code.like(largest, 0.0).ir))
+        inverse = code.value(code.builder.fdiv(code.like(largest, 127.0).ir, largest.ir))
+        inverse = code.choose(is_zero, code.like(largest, 0.0), inverse).broadcast(_LANES)
+        scale = largest * (1 / 127)
+        code.store(scale, scales + group * 4, align=4)
+        rounded = [
+            code.intrinsic("llvm.x86.avx.cvt.ps2dq.256", ir.VectorType(I32, _LANES), part * inverse)
+            for part in x
+        ]
+        for half in range(2):
+            low, high = rounded[2 * half], rounded[2 * half + 1]
+            total = (low + high).total().to_float() * scale
+            code.store(total, sums + (group * 2 + half) * 4, align=4)
+            biased = low.joined(high).truncated(I8) ^ -128
+            code.store(biased, codes + first + 16 * half)
+    code.builder.ret_void()
+
+
+def _largest_magnitude(code: Code, x: list[Value]) -> Value:
+    """Compared by their bits, in which order infinity is above every number and NaN above infinity."""
+    magnitudes = [part.as_type(I32, _LANES) & 0x7FFFFFFF for part in x]
+
+    def pick(left: Value, right: Value) -> Value:
+        return code.choose(left.is_less(right), right, left)
+
+    value = pick(pick(magnitudes[0], magnitudes[1]), pick(magnitudes[2], magnitudes[3]))
+    lanes = _LANES
+    while lanes > 1:
+        lanes //= 2
+        value = pick(value.shuffled(range(lanes)), value.shuffled(range(lanes, 2 * lanes)))
+    return value.lane(0).as_type(FLOAT, 0)

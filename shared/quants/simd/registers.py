@@ -1,0 +1,54 @@
+"""Sums of products of bytes, by what the instruction set has for them."""
+
+from shared.quants.simd.vector import I8, I16, I32, Code, Value, vector_type
+
+# Neighbouring products are added in 16 bits: 2 * 255 * 64 just fits.
+LARGEST_NARROW_CODE = 64
+
+
+class ByteDots:
+    """For vectors of `lanes32` 32-bit lanes, four bytes a lane."""
+
+    def __init__(self, code: Code, lanes32: int) -> None:
+        self._code = code
+        self._lanes = lanes32
+        self._bits = 32 * lanes32
+
+    @property
+    def has_vnni(self) -> bool:
+        """Whether one instruction adds four products to a lane without ever saturating."""
+        return self._code.instructions.has_vnni
+
+    def zero(self) -> Value:
+        """Sums of nothing."""
+        return self._code.splat(I32, self._lanes, 0)
+
+    def add(self, sums: Value, unsigned: Value, signed: Value) -> Value:
+        """sums + products of unsigned and signed bytes, four to a lane.
+
+        Without VNNI no two neighbouring products may exceed 32767 together.
+        """
+        if self.has_vnni:
+            name = f"llvm.x86.avx512.vpdpbusd.{self._bits}"
+            return self._code.intrinsic(name, sums.ir.type, sums, unsigned, signed)
+        return sums + self.widen(self.pairs(unsigned, signed))
+
+    def pairs(self, unsigned: Value, signed: Value) -> Value:
+        """Products added in pairs, in 16 bits (AVX2)."""
+        result = vector_type(I16, 2 * self._lanes)
+        return self._code.intrinsic("llvm.x86.avx2.pmadd.ub.sw", result, unsigned, signed)
+
+    def widen(self, pairs: Value) -> Value:
+        """Neighbouring 16-bit sums added, in 32 bits (AVX2)."""
+        ones = self._code.splat(I16, 2 * self._lanes, 1)
+        result = vector_type(I32, self._lanes)
+        return self._code.intrinsic("llvm.x86.avx2.pmadd.wd", result, pairs, ones)
+
+    def add_signed(self, sums: Value, weights: Value, x: Value) -> Value:
+        """sums + products of two signed bytes each; x must not be -128 (256-bit vectors)."""
+        kind = vector_type(I8, 4 * self._lanes)
+        negative = self._code.splat(I8, 4 * self._lanes, 0) - weights
+        is_negative = weights.is_less(0)
+        magnitudes = self._code.choose(is_negative, negative, weights)
+        signed = self._code.intrinsic("llvm.x86.avx2.psign.b", kind, x, weights)
+        return self.add(sums, magnitudes, signed)

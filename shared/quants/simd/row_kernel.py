@@ -1,0 +1,222 @@
+"""A few tokens: each row of weights is decoded in registers and multiplied where it is.
+
+A row is bound by memory or by its decoding, so a block is read once, for all tokens, and its codes never
+leave the registers. Codes are made unsigned by a bias, since that is what the instructions take on one side;
+what the bias adds is taken off with the sums of the activations, together with the format's minimums.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shared.gguf.types import TensorType
+from shared.quants.matrix import HALF_GROUP
+from shared.quants.simd.description import GROUP, Block, Blocks, GroupDescription
+from shared.quants.simd.registers import LARGEST_NARROW_CODE, ByteDots
+from shared.quants.simd.vector import FLOAT, I8, Code, Value, Variable
+
+_GROUP_LANES = 8
+# Sums of products in turn, so that one addition need not wait for the one before.
+_NUM_SUMS = 2
+# Blocks of one scale are short; so many groups are taken in one round of the loop.
+_GROUPS_A_ROUND = 4
+# How far ahead of the reads memory is asked for. Anything from 1 to 4 KiB does.
+_PREFETCH_BYTES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One token, by addresses: signed codes, scales, and sums of 16."""
+
+    codes: Value
+    scales: Value
+    sums: Value
+
+    def at(self, group: Value) -> "Inputs":
+        """From a group on."""
+        return Inputs(self.codes + group * GROUP, self.scales + group * 4, self.sums + group * 8)
+
+
+class RowKernel:
+    """Writes the code that multiplies one row with a few tokens."""
+
+    def __init__(self, code: Code, kind: TensorType, description: GroupDescription) -> None:
+        self._code = code
+        self._kind = kind
+        self._description = description
+        # Groups that share a register.
+        self._side_by_side = code.instructions.lanes32 // _GROUP_LANES
+        self._lanes = code.instructions.lanes32
+        self._dots = ByteDots(code, self._lanes)
+        self._groups = kind.block_size // GROUP
+        self._has_one_scale = description.scale_size >= kind.block_size
+        is_narrow = description.largest_magnitude <= LARGEST_NARROW_CODE
+        self._uses_signs = not is_narrow and not code.instructions.has_vnni
+        self._bias = 0 if self._uses_signs else -description.smallest_code
+
+    @property
+    def _blocks_a_round(self) -> int:
+        return max(1, _GROUPS_A_ROUND // self._groups)
+
+    def _pairs(self, num_groups: int) -> list[tuple[int, int]]:
+        """Which groups of a round share a register."""
+        if self._groups == 1 or not self._description.block_pairs:
+            return [(group, group + 1) for group in range(0, num_groups, 2)]
+        return [
+            (first + a, first + b)
+            for first in range(0, num_groups, self._groups)
+            for a, b in self._description.block_pairs
+        ]
+
+    def _pair_halves(self, pair: tuple[int, int]) -> list[int]:
+        """The halves of two groups in the order of the register."""
+        natural = [2 * pair[0], 2 * pair[0] + 1, 2 * pair[1], 2 * pair[1] + 1]
+        return [natural[place] for place in self._description.pair_order]
+
+    def write_inputs(self, width: Value, codes: Value, to: Value) -> None:
+        """Copies the codes of one token, signed, in the order in which rows are decoded."""
+        code = self._code
+        num_groups = self._blocks_a_round * self._groups
+        halves = list(range(2 * num_groups))
+        if self._side_by_side == 2:
+            halves = [half for pair in self._pairs(num_groups) for half in self._pair_halves(pair)]
+        size = num_groups * GROUP
+        in_rounds = width - code.remainder(width, size)
+        with code.loop(0, in_rounds, size) as at:
+            for place, half in enumerate(halves):
+                signed = code.load(I8, HALF_GROUP, codes + at + half * HALF_GROUP) ^ -128
+                code.store(signed, to + at + place * HALF_GROUP, align=HALF_GROUP)
+        with code.loop(in_rounds, width, HALF_GROUP) as at:
+            code.store(code.load(I8, HALF_GROUP, codes + at) ^ -128, to + at, align=HALF_GROUP)
+
+    def write(self, row: Value, width: Value, tokens: list[Inputs], spare: Value) -> list[Value]:
+        """The products of the row at address `row` with each token; `spare` is the address of memory for 16
+        floats a token."""
+        code, kind = self._code, self._kind
+        # Each token's sums, several of them where there are few tokens.
+        each = max(1, _NUM_SUMS // len(tokens))
+        totals = [[Variable(code, code.splat(FLOAT, self._lanes, 0.0)) for _ in range(each)] for _ in tokens]
+        num_blocks = code.value(code.builder.sdiv(width.ir, code.integer(kind.block_size).ir))
+
+        def write_round(first: Value, count: int) -> None:
+            address = row + first * kind.block_bytes
+            blocks = [Block(code, address + number * kind.block_bytes) for number in range(count)]
+            here = [token.at(first * self._groups) for token in tokens]
+            self._write_round(blocks, here, totals, spare)
+            for line in range(0, count * kind.block_bytes, 64):
+                code.prefetch(address + (_PREFETCH_BYTES + line))
+
+        a_round = self._blocks_a_round
+        whole = num_blocks - (num_blocks & (a_round - 1))
+        with code.loop(0, whole, a_round) as first:
+            write_round(first, a_round)
+        if a_round > 1:
+            with code.loop(whole, num_blocks) as first:
+                write_round(first, 1)
+        products = []
+        for sums in totals:
+            values = [variable.get() for variable in sums]
+            while len(values) > 1:
+                values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+            products.append(values[0].total())
+        return products
+
+    def _write_round(
+        self, blocks: list[Block], tokens: list[Inputs], totals: list[list[Variable]], spare: Value
+    ) -> None:
+        """One block with a vector of scales, or several with one scale each."""
+        code = self._code
+        block = blocks[0] if len(blocks) == 1 else Blocks(code, blocks)
+        factors, shift = self._factors(block)
+        num_groups = self._groups * len(blocks)
+        per_group = not factors.lanes or factors.lanes == num_groups
+        if shift is not None:
+            for token, sums in zip(tokens, totals, strict=True):
+                self._take_off(shift, token, sums)
+        x_scales = [code.load(FLOAT, num_groups, token.scales) for token in tokens]
+        if not factors.lanes:
+            factors = factors.broadcast(1)
+        combined = [factors * (scales if per_group else scales.repeated(2)) for scales in x_scales]
+        is_spread_by_memory = per_group and self._side_by_side == 1
+        if is_spread_by_memory:
+            # Whence a scale comes back in every lane for nothing.
+            for number, scales in enumerate(combined):
+                code.store(scales, spare + 64 * number, align=4)
+        for place, (codes, halves) in enumerate(self._registers(blocks, num_groups)):
+            dots = self._dots_of(codes, place, tokens)
+            for number, (dot, sums) in enumerate(zip(dots, totals, strict=True)):
+                if is_spread_by_memory:
+                    factor = code.load(FLOAT, 0, spare + (64 * number + 4 * place), align=4)
+                    factor = factor.broadcast(self._lanes)
+                else:
+                    factor = self._spread(combined[number], halves, per_group)
+                total = sums[place % len(sums)]
+                total.set(code.fused_multiply_add(dot, factor, total.get()))
+
+    def _registers(self, blocks: list[Block], num_groups: int) -> Iterator[tuple[Value, list[int]]]:
+        """Codes of a round, register by register, made unsigned, and the halves of groups they belong to."""
+
+        def place_of(group: int) -> tuple[Block, int]:
+            return blocks[group // self._groups], group % self._groups
+
+        if self._side_by_side == 1 or num_groups == 1:
+            for group in range(num_groups):
+                codes = self._description.codes(*place_of(group)) + self._bias
+                yield codes if self._side_by_side == 1 else self._padded(codes), [2 * group, 2 * group + 1]
+            return
+        for pair in self._pairs(num_groups):
+            first, second = (place_of(group) for group in pair)
+            yield self._description.pair_codes(first, second) + self._bias, self._pair_halves(pair)
+
+    def _spread(self, combined: Value, halves: list[int], per_group: bool) -> Value:
+        """The factors of halves of groups, each in the four lanes of its products."""
+        lanes = [half // 2 if per_group else half for half in halves for _ in range(4)]
+        # What has no group is multiplied with no products.
+        return combined.shuffled(lanes + [0] * (self._lanes - len(lanes)))
+
+    def _factors(self, block: Block) -> tuple[Value, Value | None]:
+        """The scales, one for each group or half group, and what each unit of an activation's sum takes off,
+        shaped alike; scalars where there is one group."""
+        factors = self._description.scales(block)
+        shift = factors * float(self._bias) if self._bias else None
+        if self._description.has_minimums:
+            minimums = self._description.minimums(block)
+            shift = minimums if shift is None else shift + minimums
+        if not self._has_one_scale or self._groups == 1:
+            return factors, shift
+        # One scale for several groups.
+        if not factors.lanes:
+            factors = factors.broadcast(1)
+            shift = shift.broadcast(1) if shift is not None else None
+        return factors.repeated(self._groups), shift.repeated(self._groups) if shift is not None else None
+
+    def _take_off(self, shift: Value, token: Inputs, sums: list[Variable]) -> None:
+        code = self._code
+        if not shift.lanes:
+            shift = shift.broadcast(1)
+        is_by_half = shift.lanes == 16
+        by_half = 0.0 - (shift if is_by_half else shift.repeated(2))
+        x_sums = code.load(FLOAT, by_half.lanes, token.sums)
+        for number, first in enumerate(range(0, by_half.lanes, self._lanes)):
+            lanes = range(first, first + min(self._lanes, by_half.lanes))
+            left, right = by_half.shuffled(lanes), x_sums.shuffled(lanes)
+            if left.lanes < self._lanes:
+                left, right = self._padded(left), self._padded(right)
+            total = sums[number % len(sums)]
+            total.set(code.fused_multiply_add(left, right, total.get()))
+
+    def _padded(self, values: Value) -> Value:
+        """With zeros to a whole register. (The activations beside them may be anything: whatever follows.)"""
+        zeros = self._code.splat(values.element, values.lanes, 0)
+        missing = self._lanes * (1 if values.element == FLOAT else 4) - values.lanes
+        return values.shuffled([*range(values.lanes), *([values.lanes] * missing)], zeros)
+
+    def _dots_of(self, codes: Value, place: int, tokens: list[Inputs]) -> list[Value]:
+        """The sums of products of a round's register number `place` with each token, as floats; lane i has
+        its bytes 4i to 4i + 3."""
+        results = []
+        for token in tokens:
+            size = 4 * self._lanes
+            activations = self._code.load(I8, size, token.codes + place * size)
+            add = self._dots.add_signed if self._uses_signs else self._dots.add
+            results.append(add(self._dots.zero(), codes, activations).to_float())
+        return results

@@ -1,0 +1,26 @@
+"""Computing with other kernels than this process began with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared.gguf.types import tensor_type_named
+from shared.quants import SUPPORTED, block_format, choose_kernels
+from shared.quants.quantising import quantise_task
+
+
+@contextmanager
+def using_kernels(name: str) -> Iterator[None]:
+    """Inside, whatever is newly made computes with the kernels of that name, one of `quants.CHOICES`."""
+    _forget()
+    choose_kernels(name)
+    try:
+        yield
+    finally:
+        _forget()
+        choose_kernels("auto")
+
+
+def _forget() -> None:
+    for supported in SUPPORTED:
+        vars(block_format(tensor_type_named(supported).type_id)).pop("multiply_task", None)
+    quantise_task.cache_clear()
