@@ -1,29 +1,29 @@
 """Computes the routed experts of one layer from the mapped weights.
 
 For a token with routes (e_1, w_1) ... (e_k, w_k) the result is sum_i w_i * down_e(silu(gate_e x) * (up_e x)).
-Tokens are grouped by expert, so each expert's weights are read once for all tokens that chose it. Groups may
-finish in any order on any thread; the sum over a token's routes is taken afterwards in the order of the
-routes, so the result does not depend on timing.
+Tokens are grouped by expert, so each expert's weights are read once for all tokens that chose it. A token's
+sum is taken in the order of its experts, so the result depends neither on timing nor on the other tokens.
+
+One call is one native call (`cpu_worker.expert_plan`), and allocates nothing but memory that grows with the
+largest step: about 4 kB a token, and 30 MB, for the real model.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpu_worker.expert_plan import SMALLEST_MEMORY, TOO_LITTLE_MEMORY, compute
+from cpu_worker.expert_tasks import LAYER, down_task, gate_up_task, gather_task
 from shared import quants
 from shared.gguf.model import GGUFModel
+from shared.native.records import record
+from shared.native.task import address_of
+from shared.native.team import Team
 from shared.quants import BlockFormat
-from shared.task_pool import TaskPool
 from shared.tensor_catalog import block_prefix
 
 Floats = NDArray[np.float32]
-
-# Multiply-adds that keep a thread busy for about a millisecond. Less is not worth waking another one for,
-# which takes 50 us at best and a time slice where the CPUs are busy.
-_MIN_WORK_TO_SHARE = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +38,15 @@ class ExpertMatrices:
         """The mapped tensor of that name; nothing is copied or decoded."""
         return cls(model.rows(name), quants.block_format(model.info(name).type.type_id))
 
-    def multiply(self, expert: int, x: Floats) -> Floats:
-        """x [tokens, width] times one expert's matrix: [tokens, rows]."""
-        out = np.empty((len(x), self.raw.shape[1]), np.float32)
-        quants.matmul(self.format, self.raw[expert], x, out)
-        return out
 
-
-@dataclass(frozen=True, slots=True)
-class RoutedGroup:
-    """One expert and its routes: `routes` indexes the flat [tokens * k] routes, `tokens` the tokens."""
-
-    expert: int
-    routes: NDArray[np.intp]
-    tokens: NDArray[np.intp]
-
-
-def group_by_expert(expert_ids: NDArray[np.int32]) -> Iterator[RoutedGroup]:
-    """The groups of `expert_ids` [tokens, k]; negative entries are someone else's and left out."""
-    flat = expert_ids.reshape(-1)
-    order = np.argsort(flat, kind="stable")
-    order = order[np.searchsorted(flat[order], 0) :]
-    experts, starts = np.unique(flat[order], return_index=True)
-    for expert, routes in zip(experts.tolist(), np.split(order, starts[1:]), strict=False):
-        yield RoutedGroup(expert, routes, routes // expert_ids.shape[1])
+def formats_of(model: GGUFModel, num_layers: int) -> set[BlockFormat]:
+    """The formats of all routed experts. Layers compile what they need when they are made; whoever wants to
+    report on that warms these before."""
+    return {
+        quants.block_format(model.info(f"{block_prefix(layer)}ffn_{name}_exps.weight").type.type_id)
+        for layer in range(num_layers)
+        for name in ("gate", "up", "down")
+    }
 
 
 class ExpertLayer:
@@ -72,50 +57,61 @@ class ExpertLayer:
         self._gate = ExpertMatrices.open(model, f"{prefix}ffn_gate_exps.weight")
         self._up = ExpertMatrices.open(model, f"{prefix}ffn_up_exps.weight")
         self._down = ExpertMatrices.open(model, f"{prefix}ffn_down_exps.weight")
-        num_experts, width, hidden = self._gate.raw.shape[0], self._gate.raw.shape[1], self._down.raw.shape[1]
-        self._num_experts = num_experts
-        self._work_per_route = 3 * width * hidden
-
-    @property
-    def formats(self) -> set[BlockFormat]:
-        """The formats its matrices are stored in."""
-        return {self._gate.format, self._up.format, self._down.format}
+        self._num_experts, width, _ = self._gate.raw.shape
+        self._hidden = self._down.raw.shape[1]
+        of_x = [quants.uses_codes(matrices.format) for matrices in (self._gate, self._up)]
+        self._record = record(
+            LAYER,
+            gate_task=quants.multiply_task(self._gate.format),
+            up_task=quants.multiply_task(self._up.format),
+            down_task=quants.multiply_task(self._down.format),
+            quantise_task=quants.quantise_task(),
+            gather=gather_task(),
+            gate_up=gate_up_task(),
+            down=down_task(),
+            gate_weights=self._gate.raw,
+            up_weights=self._up.raw,
+            down_weights=self._down.raw,
+            gate_row_bytes=self._gate.raw.shape[2],
+            up_row_bytes=self._up.raw.shape[2],
+            down_row_bytes=self._down.raw.shape[2],
+            hidden=self._hidden,
+            width=width,
+            num_experts=self._num_experts,
+            reads_floats=int(not all(of_x)),
+            reads_codes=int(any(of_x)),
+            rounds_h=int(quants.uses_codes(self._down.format)),
+        )
+        self._address = address_of(self._record)
+        self._compute = compute()
 
     def compute(
-        self, x: Floats, expert_ids: NDArray[np.int32], weights: Floats, out: Floats, pool: TaskPool
+        self, x: Floats, expert_ids: NDArray[np.int32], weights: Floats, out: Floats, team: Team
     ) -> int:
         """Writes the weighted sums for x [tokens, hidden] into out [tokens, hidden]; returns the number of
-        groups. `expert_ids` and `weights` are [tokens, k]."""
-        num_tokens, num_routes = expert_ids.shape
-        groups = list(group_by_expert(expert_ids))
-        if groups and groups[-1].expert >= self._num_experts:
-            raise ValueError(f"expert {groups[-1].expert} of {self._num_experts}")
-        # The largest first, so that the last to finish is a small one.
-        groups.sort(key=lambda group: len(group.routes), reverse=True)
-        routed = np.zeros((num_tokens * num_routes, x.shape[1]), np.float32)
+        experts that were computed. `expert_ids` and `weights` are [tokens, k]; routes with negative ids are
+        someone else's and add nothing. All arrays are C-contiguous.
 
-        def run(group: RoutedGroup) -> None:
-            routed[group.routes] = self._expert(group.expert, x[group.tokens])
-
-        tasks = [partial(run, group) for group in groups]
-        if self._work_per_route * expert_ids.size < _MIN_WORK_TO_SHARE:
-            for task in tasks:
-                task()
-        else:
-            pool.run(tasks)
-        by_route = routed.reshape(num_tokens, num_routes, x.shape[1])
-        np.multiply(by_route[:, 0], weights[:, :1], out=out)
-        for rank in range(1, num_routes):
-            out += by_route[:, rank] * weights[:, rank : rank + 1]
-        return len(groups)
-
-    def _expert(self, expert: int, x: Floats) -> Floats:
-        gate, up = self._gate.multiply(expert, x), self._up.multiply(expert, x)
-        return self._down.multiply(expert, silu(gate) * up)
-
-
-def silu(x: Floats) -> Floats:
-    """x * sigmoid(x), without overflow warnings for large negative values."""
-    decayed = np.exp(-np.abs(x))
-    gated: Floats = x * np.where(x >= 0, np.float32(1), decayed) / (1 + decayed)
-    return gated
+        Raises ValueError for an id beyond the last expert, or a shape that is not as said; `out` is then as
+        it was.
+        """
+        num_tokens = len(x)
+        if x.shape != (num_tokens, self._hidden) or out.shape != x.shape:
+            raise ValueError(f"activations {x.shape} and outputs {out.shape} for a width of {self._hidden}")
+        if weights.shape != expert_ids.shape or len(expert_ids) != num_tokens:
+            raise ValueError(
+                f"experts {expert_ids.shape} and weights {weights.shape} for {num_tokens} tokens"
+            )
+        if num_tokens == 0:
+            return 0
+        num_bytes = max(team.workspace_bytes, SMALLEST_MEMORY)
+        while True:
+            memory = team.workspace(num_bytes)
+            result = self._compute(
+                self._address, team.address, memory, num_bytes, x, expert_ids, weights, out
+            )
+            if result < 0:
+                raise ValueError(f"expert {-1 - result} of {self._num_experts}")
+            if result < TOO_LITTLE_MEMORY:
+                return result
+            num_bytes = result - TOO_LITTLE_MEMORY

@@ -4,16 +4,16 @@ import logging
 import os
 import time
 
-from cpu_worker.expert_layer import ExpertLayer
+from cpu_worker.expert_layer import ExpertLayer, formats_of
 from shared import quants
 from shared.config import CpuWorkerConfig
 from shared.model_config import read_model_config
+from shared.native.team import Team
 from shared.process import ProcessContext
 from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
-from shared.task_pool import TaskPool
 from shared.tensor_catalog import check_tensors
-from shared.topology import cpu_set, use_one_blas_thread
+from shared.topology import cpu_set
 from shared.work_slots import ExpertHeader, expert_ring
 
 _log = logging.getLogger(__name__)
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 class ExpertService:
     """Serves the slots of the expert ring."""
 
-    def __init__(self, layers: list[ExpertLayer], pool: TaskPool) -> None:
+    def __init__(self, layers: list[ExpertLayer], team: Team) -> None:
         self._layers = layers
-        self._pool = pool
+        self._team = team
 
     def __call__(self, slot: Arrays) -> None:
         started = time.perf_counter_ns()
@@ -35,7 +35,7 @@ class ExpertService:
             slot["expert_ids"][:num_tokens],
             slot["expert_weights"][:num_tokens],
             slot["outputs"][:num_tokens],
-            self._pool,
+            self._team,
         )
         header[ExpertHeader.COMPUTE_NS] = time.perf_counter_ns() - started
 
@@ -55,20 +55,22 @@ class CpuWorker:
         context, config = self._context, self._context.config
         model_config = read_model_config(context.model)
         check_tensors(context.model, model_config)
-        layers = [ExpertLayer(context.model, layer) for layer in range(model_config.num_layers)]
-        formats = {format for layer in layers for format in layer.formats}
+        kernels = quants.choose_kernels(config.cpu_kernels)
         quants.warm(
-            sorted(formats, key=lambda format: format.type.name),
-            lambda done, total, name: context.report(f"compiling kernels for {name}", done / total),
+            multiplied=formats_of(context.model, model_config.num_layers),
+            on_progress=lambda done, total, name: context.report(f"compiling {name}", done / total),
         )
+        layers = [ExpertLayer(context.model, layer) for layer in range(model_config.num_layers)]
         cpus = self._cpus()
-        use_one_blas_thread()
-        pool = TaskPool(config.pool_workers or len(cpus), cpus)
-        _log.info("computes experts on CPUs %s with %d threads", cpus, pool.num_threads)
+        team = Team(config.pool_workers or len(cpus), cpus)
+        _log.info(
+            "computes experts on CPUs %s with %d threads and %s kernels", cpus, team.num_threads, kernels
+        )
         return RingWork(
             shape=lambda max_tokens: expert_ring(model_config, max_tokens),
-            serve=ExpertService(layers, pool),
-            close=pool.close,
+            serve=ExpertService(layers, team),
+            close=team.close,
+            capabilities={"kernels": kernels},
         )
 
     def _cpus(self) -> tuple[int, ...]:

@@ -20,6 +20,9 @@ _SAMPLING = "sampling defaults, for requests that do not say"
 _COMPUTE = "devices and threads"
 _LIFE = "processes and time limits"
 
+# Those of `shared.quants`, named here too because importing it costs half a second; a test compares them.
+CPU_KERNELS = ("auto", "avx512", "avx2", "portable")
+
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """What this machine alone can reach."""
 
@@ -47,6 +50,13 @@ class CommonConfig:
         "least serious messages logged; the commands `serve` and `logits` start from warning",
         group=_LIFE,
         choices=("debug", "info", "warning", "error"),
+    )
+    cpu_kernels: str = setting(
+        "auto",
+        "instructions for products on the CPU; auto takes the fastest it has; portable is slow and exact: "
+        "it keeps activations in float32, where the others round them to 8 bits for quantised weights",
+        group=_COMPUTE,
+        choices=CPU_KERNELS,
     )
     heartbeat_interval_s: float = setting(
         0.25, "time between signs of life of a worker", group=_LIFE, unit="SECONDS", minimum=0.05, maximum=10

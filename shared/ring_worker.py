@@ -8,8 +8,8 @@ thread ends and the ring is let go.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from shared.link import LinkClient
@@ -34,6 +34,8 @@ class RingWork:
     """Does the work of one slot; runs in the ring's thread."""
     close: Callable[[], None]
     """Ends what loading started."""
+    capabilities: Mapping[str, int | float | str] = field(default_factory=dict)
+    """What the gateway is told of the process, once it has loaded."""
 
 
 class GatewayListener:
@@ -45,14 +47,16 @@ class GatewayListener:
         self._context = context
         self._on_message = on_message
         self._loaded = asyncio.Event()
+        self._capabilities: Mapping[str, int | float | str] = {}
 
-    def loaded(self) -> None:
+    def loaded(self, capabilities: Mapping[str, int | float | str]) -> None:
         """The process can serve now."""
+        self._capabilities = capabilities
         self._loaded.set()
 
     async def attach(self, init: Init) -> dict[str, int | float | str]:
         await self._loaded.wait()
-        return {}
+        return dict(self._capabilities)
 
     async def detach(self, reason: str) -> None:
         pass
@@ -138,7 +142,7 @@ async def run_ring_worker(
         tasks = [group.create_task(links.to(Role.GATEWAY, gateway_listener).run(), name="gateway link")]
         work = await load_in_thread(load)
         try:
-            gateway_listener.loaded()
+            gateway_listener.loaded(work.capabilities if work is not None else {})
             context.state = ProcessState.WAITING
             context.report("waiting for the gpu_worker", 1.0)
             ring_listener = RingListener(context, work)

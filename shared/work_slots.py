@@ -35,7 +35,7 @@ def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
 
     In: `activations` [tokens, hidden], `expert_ids` and `expert_weights` [tokens, experts used].
     A negative id is a route that is not the cpu_worker's.
-    Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in the order of its routes.
+    Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in their order.
     """
     routes = (max_tokens, config.num_experts_used)
     return RingShape(

@@ -96,7 +96,11 @@ def _describe_peer(peer: Peer, now: float) -> dict[str, Any]:
     if peer.heartbeat is None:
         return {"state": "absent", "losses": peer.num_losses}
     described = _describe(peer.heartbeat, peer.pid, peer.incarnation)
-    return described | {"heartbeat_age_s": round(peer.silence_s(now), 3), "losses": peer.num_losses}
+    described |= {"heartbeat_age_s": round(peer.silence_s(now), 3), "losses": peer.num_losses}
+    # Known once it has loaded: the instructions its CPU products use, the device it computes on.
+    return described | {
+        name: peer.capabilities[name] for name in ("kernels", "device") if name in peer.capabilities
+    }
 
 
 def _describe(heartbeat: Heartbeat, pid: int, incarnation: str) -> dict[str, Any]:

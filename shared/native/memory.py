@@ -1,0 +1,202 @@
+"""Memory at an address, inside compiled code: loads, stores, atomic operations, and what threads wait with.
+
+Everything here is callable from compiled code only (`shared.quants.jit`: `compile_kernel`, `compile_task`,
+`jitable`), and checks nothing. A task usually makes arrays of its addresses first::
+
+    from shared.native.memory import floats_at, carray, load
+
+    def scale_rows(params: int, start: int, stop: int, scratch: int) -> None:
+        width = load(params + 8)  # the second field of a record of int64 fields
+        rows = carray(floats_at(load(params)), (stop, width))
+        for row in range(start, stop):
+            for i in range(width):
+                rows[row, i] *= np.float32(2)
+
+The functions are module globals and must stay so: numba recognises a compiled function in its cache by the
+globals it uses, while one that an enclosing function made would look new in every process.
+
+Atomic operations are sequentially consistent; `load_shared` acquires and `store_shared` releases.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils as _cgutils
+from numba.core import types as _types
+from numba.extending import intrinsic
+
+# numba has annotations here and there; what is used of it here is untyped.
+cgutils: Any = _cgutils
+types: Any = _types
+native = cast("Callable[[Callable[..., Any]], Any]", intrinsic)
+"""numba's decorator for functions that write LLVM code. What they make takes other arguments than they do, so
+it has to be cast where it gets its name."""
+
+_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+_FUTEX = 202  # number of the system call on x86-64, the one architecture the package starts on
+# The words are private to the process, which spares the kernel the look at whose memory they are in.
+_FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
+_CLOCK_MONOTONIC = 1
+
+
+def _pointer_to(element: Any) -> Callable[[int], Any]:
+    def convert(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return cast("Callable[[int], Any]", native(convert))
+
+
+carray = cast("Callable[[Any, tuple[int, ...]], Any]", cast("Any", numba).carray)
+"""`carray(floats_at(address), (rows, width))`: an array on the memory, C-contiguous, not checked."""
+
+bytes_at = _pointer_to(types.uint8)
+codes_at = _pointer_to(types.int8)
+floats_at = _pointer_to(types.float32)
+halves_at = _pointer_to(types.uint16)
+integers_at = _pointer_to(types.int64)
+ids_at = _pointer_to(types.int32)
+
+
+def _load(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _INT64.as_pointer()))
+
+    return types.int64(types.int64), generate
+
+
+def _store(typing_context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], _INT64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _load_shared(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _INT64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+def _store_shared(typing_context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], _INT64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.inttoptr(args[0], _INT64.as_pointer())
+        return builder.atomic_rmw("add", word, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def _pause(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        void = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, void, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _INT32, _INT32, _INT32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep_in_all_levels, data = (ir.Constant(_INT32, number) for number in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(args[0], _BYTE_POINTER), read, keep_in_all_levels, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def _call_task(typing_context: Any, task: Any, params: Any, start: Any, stop: Any, scratch: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_INT64] * 4)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*5 * (types.int64,)), generate
+
+
+def _system_call(builder: Any, args: list[Any]) -> Any:
+    # libc's wrapper takes any number of arguments; all of ours are integers, for which the call is the same.
+    kind = ir.FunctionType(_INT64, [_INT64] * 7)
+    padded = [ir.Constant(_INT64, arg) if isinstance(arg, int) else arg for arg in args]
+    padded += [ir.Constant(_INT64, 0)] * (7 - len(padded))
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "syscall"), padded)
+
+
+def _futex_wait(typing_context: Any, address: Any, expected: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _system_call(builder, [_FUTEX, args[0], _FUTEX_WAIT_PRIVATE, args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _futex_wake(typing_context: Any, address: Any, num_threads: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _system_call(builder, [_FUTEX, args[0], _FUTEX_WAKE_PRIVATE, args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _clock_ns(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        time = cgutils.alloca_once(builder, _INT64, 2)  # seconds, nanoseconds
+        kind = ir.FunctionType(_INT32, [_INT32, _INT64.as_pointer()])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(function, [ir.Constant(_INT32, _CLOCK_MONOTONIC), time])
+        seconds = builder.load(time)
+        nanoseconds = builder.load(builder.gep(time, [ir.Constant(_INT32, 1)]))
+        return builder.add(builder.mul(seconds, ir.Constant(_INT64, 1_000_000_000)), nanoseconds)
+
+    return types.int64(), generate
+
+
+load = cast("Callable[[int], int]", native(_load))
+"""`load(address)`: the int64 there."""
+
+store = cast("Callable[[int, int], None]", native(_store))
+"""`store(address, value)`: writes an int64."""
+
+load_shared = cast("Callable[[int], int]", native(_load_shared))
+"""`load` of a word that other threads write: what they wrote before it is visible afterwards."""
+
+store_shared = cast("Callable[[int, int], None]", native(_store_shared))
+"""`store` into a word that other threads read: what was written before it becomes visible before it."""
+
+fetch_add = cast("Callable[[int, int], int]", native(_fetch_add))
+"""`fetch_add(address, value)`: adds to an int64 atomically; returns what it was before."""
+
+pause = cast("Callable[[], None]", native(_pause))
+"""Says to the CPU that this thread spins."""
+
+prefetch = cast("Callable[[int], None]", native(_prefetch))
+"""Asks for the cache line at an address, which need not be mapped."""
+
+call_task = cast("Callable[[int, int, int, int, int], None]", native(_call_task))
+"""`call_task(task, params, start, stop, scratch)`: calls the task at that address."""
+
+futex_wait = cast("Callable[[int, int], None]", native(_futex_wait))
+"""`futex_wait(address, expected)`: sleeps while the lower 32 bits of the word equal those of `expected`; may
+return early, so the caller looks at the word. Only threads of this process can be waited for."""
+
+futex_wake = cast("Callable[[int, int], None]", native(_futex_wake))
+"""`futex_wake(address, num_threads)`: wakes at most so many that wait there."""
+
+clock_ns = cast("Callable[[], int]", native(_clock_ns))
+"""Nanoseconds of the monotonic clock; takes about 25."""
