@@ -20,13 +20,15 @@ class StagedFeatures:
         self._device = torch_device
         self._timeout_s = timeout_s
         self._ticket = 0
+        self._num_tokens = 0
         # Seconds spent waiting since the start; the caller takes differences.
         self.waited_s = 0.0
 
     def submit(self, windows: NDArray[np.int32]) -> None:
         """Asks for the features of windows [tokens, ngram_size], as `shared.work_slots` describes them."""
         slot = self._ring.next_slot(self._timeout_s, Role.STAGER)
-        slot["header"][NgramHeader.NUM_TOKENS] = len(windows)
+        self._num_tokens = len(windows)
+        slot["header"][NgramHeader.NUM_TOKENS] = self._num_tokens
         slot["windows"][: len(windows)] = windows
         self._ticket = self._ring.submit()
 
@@ -38,5 +40,5 @@ class StagedFeatures:
         started = time.perf_counter()
         slot = self._ring.wait(self._ticket, self._timeout_s, Role.STAGER)
         self.waited_s += time.perf_counter() - started
-        num_tokens = int(slot["header"][NgramHeader.NUM_TOKENS])
-        return torch.from_numpy(slot["features"][:num_tokens]).to(self._device)
+        features = torch.from_numpy(slot["features"][: self._num_tokens])
+        return features if self._device.type == "cpu" else features.to(self._device)

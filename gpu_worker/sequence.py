@@ -82,6 +82,11 @@ class Sequence:
         """The n-gram windows of tokens `start` to `stop`: [tokens, ngram_size], own id first, -1 before the
         start of the sequence."""
         reach = ngram_size - 1
+        if stop - start == 1 and start >= reach:
+            # What decoding asks for at every step.
+            return np.array(
+                [self.token_ids[stop - 1 : start - ngram_size if start > reach else None : -1]], np.int32
+            )
         ids = np.array(self.token_ids[max(0, start - reach) : stop], np.int32)
         ids = np.concatenate([np.full(max(0, reach - start), -1, np.int32), ids])
         return np.lib.stride_tricks.sliding_window_view(ids, ngram_size)[:, ::-1]

@@ -46,26 +46,28 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
     if ways.ngram is not None and model.config.ngram is not None:
         ngram_size = model.config.ngram.ngram_size
         windows = [work.sequence.windows(work.start, work.stop, ngram_size) for work in works]
-        ways.ngram.submit(np.concatenate(windows))
+        ways.ngram.submit(windows[0] if len(windows) == 1 else np.concatenate(windows))
     batch = _batch(model, works, torch_device)
     streams = model.forward(batch, ways.experts, ways.ngram)
     choosing: list[Sequence] = []
-    last_rows: list[Tensor] = []
+    last_rows: list[int] = []
     failures: list[tuple[Sequence, GenerationError]] = []
     for work, span in zip(works, batch.spans, strict=True):
-        rows, request = streams[span.start : span.stop], work.sequence.request
+        request = work.sequence.request
         try:
             if request.logits_path:
-                _append_logits(model, rows, request.logits_path)
+                _append_logits(model, streams[span.start : span.stop], request.logits_path)
         except OSError as error:
             failures.append((work.sequence, GenerationError(f"the logits cannot be written: {error}")))
             continue
         if work.reaches_end and request.max_new_tokens:
             choosing.append(work.sequence)
-            last_rows.append(rows[-1])
+            last_rows.append(span.stop - 1)
     if not choosing:
         return StepResult([], failures)
-    logits = model.logits(torch.stack(last_rows)).cpu().numpy()
+    # Where every token of the step is the last of its sequence, no row is copied.
+    chosen_rows = streams if len(last_rows) == batch.num_tokens else streams[last_rows]
+    logits = model.logits(chosen_rows).cpu().numpy()
     return StepResult(list(zip(choosing, logits, strict=True)), failures)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from gpu_worker.device.choose import choose_torch_device, open_device
+from gpu_worker.device.choose import choose_torch_device, formats_of, open_device
 from gpu_worker.device.interface import Device
 from gpu_worker.engine import AbortAll, Engine
 from gpu_worker.model.qwen4exp import Qwen4Exp
@@ -124,15 +124,16 @@ class GpuWorker:
     def _load(self) -> Qwen4Exp:
         """Runs in a thread, and may take long."""
         context = self._context
-        names = [
-            expected.name
+        tensors = [
+            expected
             for expected in expected_tensors(self._config, context.model)
             if expected.tensor_class not in _NOT_OURS and expected.name in context.model
         ]
-        formats = {context.model.info(name).type for name in names}
+        multiplied, decoded = formats_of(self._torch_device, context.model, tensors)
         quants.warm(
-            [quants.block_format(kind.type_id) for kind in sorted(formats, key=lambda kind: kind.name)],
-            lambda done, total, name: context.report(f"compiling kernels for {name}", 0.5 * done / total),
+            multiplied,
+            decoded,
+            lambda done, total, name: context.report(f"compiling {name}", 0.5 * done / total),
         )
         self._device = open_device(self._torch_device, context.model, context.config.threads)
         return Qwen4Exp(

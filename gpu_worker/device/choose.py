@@ -1,15 +1,19 @@
 """Chooses the device from the setting and what the machine has."""
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
 from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
+from shared import quants
 from shared.config import check_device
 from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
+from shared.quants import BlockFormat
+from shared.tensor_catalog import ExpectedTensor, TensorClass
 from shared.topology import usable_cpus
 
 _log = logging.getLogger(__name__)
@@ -42,3 +46,20 @@ def open_device(torch_device: torch.device, model: GGUFModel, num_threads: int) 
     torch.backends.cuda.matmul.allow_tf32 = False
     _log.info("the model runs on %s (%s)", torch_device, torch.cuda.get_device_name(torch_device))
     return TorchDevice(model, torch_device)
+
+
+def formats_of(
+    torch_device: torch.device, model: GGUFModel, tensors: Iterable[ExpectedTensor]
+) -> tuple[set[BlockFormat], set[BlockFormat]]:
+    """The formats of tensors that the device multiplies with as they are stored, and of those it decodes."""
+    multiplied, decoded = set(), set()
+    for tensor in tensors:
+        block_format = quants.block_format(model.info(tensor.name).type.type_id)
+        is_matrix = len(tensor.shape) == 2 and "conv1d" not in tensor.name
+        if torch_device.type != "cpu" or not (is_matrix or tensor.tensor_class is TensorClass.SHARED_EXPERT):
+            decoded.add(block_format)
+            continue
+        multiplied.add(block_format)
+        if tensor.tensor_class is TensorClass.EMBEDDING:
+            decoded.add(block_format)
+    return multiplied, decoded

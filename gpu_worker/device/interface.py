@@ -1,13 +1,17 @@
-"""What the model asks of the device it runs on: places for weights, and products with them.
+"""What the model asks of the device it runs on: places for weights, products with them, and its layers.
 
-The forward pass is written once, in torch operations on float32 tensors of `torch_device`. What differs
-between devices is where a weight matrix lives and how it is multiplied: that is a `Linear`.
+The forward pass is defined in torch operations on float32 tensors of `torch_device` (`gpu_worker.model`).
+Where a weight matrix lives and how it is multiplied differs between devices: that is a `Linear`. A device
+that has a better way to compute whole layers offers a `Trunk` of its own.
 """
 
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from gpu_worker.model.interface import ProgressReport, Trunk
+from shared.model_config import Qwen4ExpConfig
 
 
 class Linear(Protocol):
@@ -38,8 +42,8 @@ class Device(Protocol):
     def tensor(self, name: str) -> Tensor:
         """A small tensor (norms, convolutions, vectors), decoded to float32 on the device."""
 
-    def begin_step(self, num_tokens: int) -> None:
-        """A step of so many tokens is about to be computed."""
+    def trunk(self, config: Qwen4ExpConfig, head_name: str, report: ProgressReport) -> Trunk:
+        """The model's layers on this device; `head_name` names the output matrix."""
 
     def close(self) -> None:
         """Ends threads and gives memory back."""

@@ -12,7 +12,10 @@ from torch.nn import functional
 
 from gpu_worker.device.cpu import decoded
 from gpu_worker.device.interface import Linear, RowTable
+from gpu_worker.model.interface import ProgressReport, Trunk
+from gpu_worker.model.trunk import TorchTrunk
 from shared.gguf.model import GGUFModel
+from shared.model_config import Qwen4ExpConfig
 
 _STORED_AS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -40,8 +43,9 @@ class TorchDevice:
         """The tensor as float32 on the device."""
         return torch.from_numpy(decoded(self._model, name)).to(self.torch_device)
 
-    def begin_step(self, num_tokens: int) -> None:
-        """Nothing to prepare."""
+    def trunk(self, config: Qwen4ExpConfig, head_name: str, report: ProgressReport) -> Trunk:
+        """The layers in torch operations."""
+        return TorchTrunk(self, config, head_name, report)
 
     def close(self) -> None:
         """Nothing runs on its own here."""

@@ -1,13 +1,42 @@
 """The CPU way of the routed experts: activations go to the cpu_worker through its ring, sums come back."""
 
 import time
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.ring import RingClient
+from shared.ring import Arrays, RingClient
 from shared.run_directory import Role
 from shared.work_slots import ExpertHeader
+
+
+class _Views(NamedTuple):
+    """A slot, as far as a step of so many tokens uses it."""
+
+    header: memoryview
+    activations: NDArray[np.float32]
+    expert_ids: NDArray[np.int32]
+    expert_weights: NDArray[np.float32]
+    outputs: Tensor
+
+    @classmethod
+    def of(cls, slot: Arrays, num_tokens: int) -> "_Views":
+        """The first `num_tokens` rows of the slot's arrays."""
+        rows: dict[str, NDArray[Any]] = {
+            name: slot[name][:num_tokens]
+            for name in ("activations", "expert_ids", "expert_weights", "outputs")
+        }
+        # Words are written through a memoryview, which is many times as fast as through an array.
+        return cls(
+            slot["header"].data,
+            rows["activations"],
+            rows["expert_ids"],
+            rows["expert_weights"],
+            torch.from_numpy(rows["outputs"]),
+        )
 
 
 class CpuExperts:
@@ -16,19 +45,25 @@ class CpuExperts:
     def __init__(self, ring: RingClient, torch_device: torch.device, timeout_s: float) -> None:
         self._ring = ring
         self._device = torch_device
+        self._is_on_cpu = torch_device.type == "cpu"
         self._timeout_s = timeout_s
+        # Views of the slots for steps of the size of the last one. To make them anew for every layer would
+        # take longer than what they are used for.
+        self._num_tokens = 0
+        self._views: dict[int, _Views] = {}
         # Seconds spent waiting since the start; the caller takes differences.
         self.waited_s = 0.0
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
         """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over."""
-        slot = self._ring.next_slot(self._timeout_s, Role.CPU_WORKER)
-        num_tokens = len(x)
-        slot["header"][ExpertHeader.LAYER] = layer
-        slot["header"][ExpertHeader.NUM_TOKENS] = num_tokens
-        torch.from_numpy(slot["activations"][:num_tokens]).copy_(x)
-        torch.from_numpy(slot["expert_ids"][:num_tokens]).copy_(expert_ids)
-        torch.from_numpy(slot["expert_weights"][:num_tokens]).copy_(weights)
+        views = self._views_of(self._ring.next_slot(self._timeout_s, Role.CPU_WORKER), x.shape[0])
+        views.header[ExpertHeader.LAYER] = layer
+        views.header[ExpertHeader.NUM_TOKENS] = self._num_tokens
+        if not self._is_on_cpu:
+            x, expert_ids, weights = x.cpu(), expert_ids.cpu(), weights.cpu()
+        views.activations[:] = x.numpy()
+        views.expert_ids[:] = expert_ids.numpy()
+        views.expert_weights[:] = weights.numpy()
         return self._ring.submit()
 
     def collect(self, ticket: int) -> Tensor:
@@ -39,5 +74,14 @@ class CpuExperts:
         started = time.perf_counter()
         slot = self._ring.wait(ticket, self._timeout_s, Role.CPU_WORKER)
         self.waited_s += time.perf_counter() - started
-        num_tokens = int(slot["header"][ExpertHeader.NUM_TOKENS])
-        return torch.from_numpy(slot["outputs"][:num_tokens]).to(self._device)
+        outputs = self._views_of(slot, self._num_tokens).outputs
+        return outputs if self._is_on_cpu else outputs.to(self._device)
+
+    def _views_of(self, slot: Arrays, num_tokens: int) -> _Views:
+        if num_tokens != self._num_tokens:
+            self._num_tokens = num_tokens
+            self._views.clear()
+        views = self._views.get(id(slot))
+        if views is None:
+            views = self._views[id(slot)] = _Views.of(slot, num_tokens)
+        return views

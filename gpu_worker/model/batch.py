@@ -37,4 +37,4 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens of all spans."""
-        return len(self.token_ids)
+        return self.token_ids.shape[0]

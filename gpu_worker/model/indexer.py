@@ -17,46 +17,17 @@ from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
 
 
-class Indexer:
-    """Block selection of one attention layer."""
+class BlockChoice:
+    """Which blocks are kept, in a layer of some compress ratio; knows no weights."""
 
-    def __init__(self, device: Device, layer: int, config: Qwen4ExpConfig, rotary: Rotary) -> None:
-        prefix = f"{block_prefix(layer)}indexer."
+    def __init__(self, layer: int, config: Qwen4ExpConfig) -> None:
         self.ratio = config.compress_ratios[layer]
         self.num_kept = config.indexer.token_budget // self.ratio
-        self._num_heads = config.indexer.num_heads
         self._head_dim = config.indexer.head_dim
-        self._epsilon = config.rms_epsilon
-        self._rotary = rotary
-        self._query = device.linear(f"{prefix}q_proj.weight")
-        self._key = device.linear(f"{prefix}k_proj.weight")
-        self._query_norm = device.tensor(f"{prefix}q_norm.weight")
-        self._key_norm = device.tensor(f"{prefix}k_norm.weight")
-
-    def project_keys(self, x: Tensor) -> Tensor:
-        """Raw keys of tokens x [tokens, hidden]: [tokens, indexer dim]."""
-        return self._key(x)
-
-    def append_keys(self, raw_keys: Tensor, state: AttentionState) -> None:
-        """Takes the raw keys of the next tokens; finishes the pooled key of every block they complete."""
-        waiting = torch.cat([state.open_keys, raw_keys])
-        num_complete = len(waiting) // self.ratio
-        if num_complete:
-            members = waiting[: num_complete * self.ratio].view(num_complete, self.ratio, self._head_dim)
-            pooled = rms_norm(members.mean(1), self._key_norm, self._epsilon)
-            first_block = state.block_keys.length
-            blocks = torch.arange(first_block, first_block + num_complete, device=pooled.device)
-            state.block_keys.append(self._rotary.at(blocks * self.ratio)(pooled[:, None])[:, 0])
-        state.open_keys = waiting[num_complete * self.ratio :].clone()
 
     def drops_blocks(self, position: int) -> bool:
         """Whether a query at this position sees less than everything before it."""
         return (position + 1) // self.ratio > self.num_kept
-
-    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Indexer queries of tokens x [tokens, hidden]: [tokens, heads, indexer dim]."""
-        heads = self._query(x).view(-1, self._num_heads, self._head_dim)
-        return rotation(rms_norm(heads, self._query_norm, self._epsilon))
 
     def seen_positions(self, queries: Tensor, position: int, state: AttentionState) -> Tensor:
         """The positions that one query [1, heads, indexer dim] at `position` sees: int64, rising."""
@@ -94,6 +65,46 @@ class Indexer:
         reference implementation.
         """
         products = torch.einsum("qhd,bd->qbh", queries, block_keys)
-        scores = products.relu().sum(-1) * self._head_dim**-0.5
-        best: Tensor = scores.topk(min(self.num_kept, len(block_keys)), dim=-1).indices
+        return self.best_of(products.relu().sum(-1) * self._head_dim**-0.5)
+
+    def best_of(self, scores: Tensor) -> Tensor:
+        """As above, from the scores [queries, complete blocks]."""
+        best: Tensor = scores.topk(min(self.num_kept, scores.shape[-1]), dim=-1).indices
         return best
+
+
+class Indexer(BlockChoice):
+    """Block selection of one attention layer."""
+
+    def __init__(self, device: Device, layer: int, config: Qwen4ExpConfig, rotary: Rotary) -> None:
+        super().__init__(layer, config)
+        prefix = f"{block_prefix(layer)}indexer."
+        self._num_heads = config.indexer.num_heads
+        self._epsilon = config.rms_epsilon
+        self._rotary = rotary
+        self._query = device.linear(f"{prefix}q_proj.weight")
+        self._key = device.linear(f"{prefix}k_proj.weight")
+        self._query_norm = device.tensor(f"{prefix}q_norm.weight")
+        self._key_norm = device.tensor(f"{prefix}k_norm.weight")
+
+    def project_keys(self, x: Tensor) -> Tensor:
+        """Raw keys of tokens x [tokens, hidden]: [tokens, indexer dim]."""
+        return self._key(x)
+
+    def append_keys(self, raw_keys: Tensor, state: AttentionState) -> None:
+        """Takes the raw keys of the next tokens; finishes the pooled key of every block they complete."""
+        waiting = torch.cat([state.open_keys.rows, raw_keys])
+        num_complete = len(waiting) // self.ratio
+        if num_complete:
+            members = waiting[: num_complete * self.ratio].view(num_complete, self.ratio, self._head_dim)
+            pooled = rms_norm(members.mean(1), self._key_norm, self._epsilon)
+            first_block = state.block_keys.length
+            blocks = torch.arange(first_block, first_block + num_complete, device=pooled.device)
+            state.block_keys.append(self._rotary.at(blocks * self.ratio)(pooled[:, None])[:, 0])
+        state.open_keys.length = 0
+        state.open_keys.append(waiting[num_complete * self.ratio :])
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Indexer queries of tokens x [tokens, hidden]: [tokens, heads, indexer dim]."""
+        heads = self._query(x).view(-1, self._num_heads, self._head_dim)
+        return rotation(rms_norm(heads, self._query_norm, self._epsilon))

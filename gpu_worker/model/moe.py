@@ -3,25 +3,14 @@
 The routed experts are handed over first and collected last, so the shared expert is computed meanwhile.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gpu_worker.device.interface import Device
+from gpu_worker.model.interface import RoutedExperts
 from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
-
-
-class RoutedExperts(Protocol):
-    """Whoever computes the routed experts."""
-
-    def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
-        """Hands over x [tokens, hidden] with its routes [tokens, k]; returns a ticket."""
-
-    def collect(self, ticket: int) -> Tensor:
-        """Waits for the weighted sums [tokens, hidden] of a ticket."""
 
 
 class MixtureOfExperts:

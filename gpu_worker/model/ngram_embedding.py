@@ -16,7 +16,7 @@ from shared.model_config import NgramConfig, Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
 
 # Below this the gate's argument has no defined slope; the reference clamps there.
-_MIN_MATCH = 1e-6
+MIN_MATCH = 1e-6
 
 
 class NgramEmbedding:
@@ -41,7 +41,7 @@ class NgramEmbedding:
         key = rms_norm(self._key(features).view_as(streams), self._key_norm, config.rms_epsilon)
         query = rms_norm(streams, self._query_norm, config.rms_epsilon)
         match = (key * query).sum(-1) * config.hidden**-0.5
-        gate = torch.sigmoid(match.sign() * match.abs().clamp_min(_MIN_MATCH).sqrt())
+        gate = torch.sigmoid(match.sign() * match.abs().clamp_min(MIN_MATCH).sqrt())
         gated = gate[:, :, None] * self._value(features)[:, None, :]
         conv_inputs = rms_norm(gated, self._conv_norm, config.rms_epsilon).flatten(1)
         convolved = torch.cat(

@@ -12,20 +12,20 @@ class Rotation:
     [tokens, 1, half of the rotary dimensions]."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._cos = cos
-        self._sin = sin
+        self.cos = cos
+        self.sin = sin
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, heads, head_dim], rotated; dimensions beyond the rotary ones pass through."""
-        half = self._cos.shape[-1]
+        half = self.cos.shape[-1]
         first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
         return torch.cat(
-            [first * self._cos - second * self._sin, second * self._cos + first * self._sin, rest], -1
+            [first * self.cos - second * self.sin, second * self.cos + first * self.sin, rest], -1
         )
 
     def rows(self, rows: slice) -> "Rotation":
         """The rotations of some of the tokens."""
-        return Rotation(self._cos[rows], self._sin[rows])
+        return Rotation(self.cos[rows], self.sin[rows])
 
 
 class Rotary:

@@ -1,5 +1,8 @@
 """What one sequence keeps between steps, layer by layer.
 
+Steps computed in torch replace tensors here, steps in machine code (`gpu_worker.native`) write into them;
+each finds what the other left.
+
 Delta-net layers keep a fixed amount (a matrix per head and the last inputs of the convolution); attention
 layers keep keys and values of every position, and the indexer's pooled keys, one per complete block.
 """
@@ -31,7 +34,7 @@ class AttentionState:
     keys: GrowingRows
     values: GrowingRows
     block_keys: GrowingRows
-    open_keys: Tensor
+    open_keys: GrowingRows
 
 
 class SequenceState:
@@ -55,7 +58,7 @@ class SequenceState:
                     keys=GrowingRows(kv_shape, device),
                     values=GrowingRows(kv_shape, device),
                     block_keys=GrowingRows((config.indexer.head_dim,), device),
-                    open_keys=torch.zeros(0, config.indexer.head_dim, device=device),
+                    open_keys=GrowingRows((config.indexer.head_dim,), device, config.compress_ratios[layer]),
                 )
         if config.ngram is not None:
             self.ngram_conv_inputs = torch.zeros(

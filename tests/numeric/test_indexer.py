@@ -138,7 +138,7 @@ def test_positions_for_one_query(setting: Setting) -> None:
     state = setting.new_state()
     for position in range(NUM_TOKENS):
         setting.indexer.append_keys(setting.indexer.project_keys(setting.x[position : position + 1]), state)
-        assert len(state.open_keys) == (position + 1) % setting.indexer.ratio
+        assert state.open_keys.length == (position + 1) % setting.indexer.ratio
         seen = setting.indexer.seen_positions(setting.queries[position : position + 1], position, state)
         assert torch.equal(seen, whole[position].nonzero().flatten())
 

@@ -22,7 +22,7 @@ from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.state.sequence_state import SequenceState
 from shared.gguf.model import GGUFModel
 from shared.model_config import NgramConfig, Qwen4ExpConfig, read_model_config
-from shared.task_pool import TaskPool
+from shared.native.team import Team
 from shared.tensor_catalog import check_tensors
 from stager.ngram_hash import NgramHash, windows_of
 from stager.ngram_table import NgramTable
@@ -33,7 +33,7 @@ class LocalExperts:
 
     def __init__(self, model: GGUFModel, config: Qwen4ExpConfig) -> None:
         self._layers = [ExpertLayer(model, layer) for layer in range(config.num_layers)]
-        self._pool = TaskPool(1)
+        self._team = Team(1)
         self._output = torch.empty(0)
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
@@ -41,7 +41,7 @@ class LocalExperts:
         activations = x.cpu().numpy()
         output = np.empty_like(activations)
         routes = expert_ids.cpu().numpy().astype(np.int32), weights.cpu().numpy()
-        self._layers[layer].compute(activations, *routes, output, self._pool)
+        self._layers[layer].compute(activations, *routes, output, self._team)
         self._output = torch.from_numpy(output).to(x.device)
         return layer
 

@@ -36,9 +36,9 @@ from shared.messages import (
     TokenChunk,
 )
 from shared.model_config import read_model_config
+from shared.native.team import Team
 from shared.ring import Arrays, RingClient, RingServer, RingShape
 from shared.run_directory import Role, new_incarnation
-from shared.task_pool import TaskPool
 from shared.work_slots import expert_ring, ngram_ring
 from stager.ngram_hash import NgramHash
 from stager.ngram_table import NgramTable
@@ -91,8 +91,8 @@ class RunningEngine:
         self._incarnation = new_incarnation()
         self._workers: dict[Role, _Worker] = {}
         max_tokens = parallel + prefill
-        self._pool = TaskPool(1)
-        service = ExpertService([ExpertLayer(file, layer) for layer in range(config.num_layers)], self._pool)
+        self._team = Team(1)
+        service = ExpertService([ExpertLayer(file, layer) for layer in range(config.num_layers)], self._team)
 
         def compute_experts(slot: Arrays) -> None:
             self.gate.wait(TIMEOUT_S)
@@ -178,7 +178,7 @@ class RunningEngine:
         for worker in self._workers.values():
             worker.stop()
         self.device.close()
-        self._pool.close()
+        self._team.close()
 
 
 @contextmanager

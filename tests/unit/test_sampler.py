@@ -63,6 +63,45 @@ def test_kept_tokens(values: list[float], temperature: float, top_k: int, top_p:
         assert len(shares.keys() ^ expected.keys()) == 1
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        sampling(),
+        sampling(top_k=700),
+        sampling(0.7, top_p=0.97),
+        sampling(0.7, 30_000, 0.5),
+        sampling(min_p=0.2),
+        sampling(2.0, 0, 0.9, 0.001),
+    ],
+    ids=str,
+)
+def test_large_vocabulary(spread: float, chosen: Sampling) -> None:
+    """Of which only the likeliest are sorted, and more where that does not decide; rounded, so that many are
+    equal."""
+    logits = np.round(np.random.default_rng(1).normal(0, spread, 40_000), 2).astype(np.float32)
+    expected = probabilities_by_definition(logits, chosen)
+    token_ids, probabilities = kept_tokens(logits, chosen)
+    # A sum that meets top_p but for rounding may take one token more or less.
+    assert abs(len(token_ids) - len(expected)) <= 1
+    num_alike = min(len(token_ids), len(expected))
+    assert token_ids[:num_alike].tolist() == list(expected)[:num_alike]
+    shares = probabilities / probabilities.sum()
+    np.testing.assert_allclose(shares[:num_alike], list(expected.values())[:num_alike], rtol=1e-3)
+
+
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+def test_draws_from_a_large_vocabulary(spread: float) -> None:
+    """What is drawn is what would be drawn if all were sorted, whether it is among the likeliest or not."""
+    logits = np.random.default_rng(2).normal(0, spread, 40_000).astype(np.float32)
+    token_ids, probabilities = kept_tokens(logits, sampling())
+    assert len(token_ids) == len(logits)
+    sampler, random = Sampler(sampling(seed=9)), np.random.Generator(np.random.PCG64(9))
+    for _ in range(40):
+        place = np.searchsorted(probabilities.cumsum(), random.random() * probabilities.sum(), side="right")
+        assert sampler.choose(logits) == token_ids[place]
+
+
 def test_limits_one_by_one() -> None:
     """On a distribution with round numbers."""
     logits = np.log(np.array([0.05, 0.5, 0.25, 0.2], np.float32))

@@ -54,7 +54,7 @@ def test_new_state(has_ngrams: bool, tmp_path: Path) -> None:
     for layer, attention in state.attention.items():
         assert not config.is_recurrent[layer]
         assert attention.keys.length == attention.values.length == attention.block_keys.length == 0
-        assert attention.open_keys.shape == (0, config.indexer.head_dim)
+        assert attention.open_keys.rows.shape == (0, config.indexer.head_dim)
     if config.ngram is None:
         assert state.ngram_conv_inputs is None
     else:

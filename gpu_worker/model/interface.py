@@ -1,0 +1,45 @@
+"""What the model asks of others in a step, and what it offers them, as protocols.
+
+Whoever computes the layers (`Trunk`) is handed the routed experts and the n-gram features, which other
+processes compute, as objects to submit to and to collect from.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from gpu_worker.model.batch import Batch
+
+
+class RoutedExperts(Protocol):
+    """Whoever computes the routed experts."""
+
+    def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
+        """Hands over x [tokens, hidden] with its routes [tokens, k]; returns a ticket."""
+
+    def collect(self, ticket: int) -> Tensor:
+        """Waits for the weighted sums [tokens, hidden] of a ticket."""
+
+
+class NgramFeatures(Protocol):
+    """Whoever gathers the n-gram features of the step's tokens."""
+
+    def collect(self) -> Tensor:
+        """Waits for the features of the step, in the order of its tokens: [tokens, feature width]."""
+
+
+class ProgressReport(Protocol):
+    """Told how far loading is."""
+
+    def __call__(self, activity: str, progress: float) -> None: ...
+
+
+class Trunk(Protocol):
+    """All layers of the model, with the embedding before and the head after them."""
+
+    def forward(self, batch: Batch, experts: RoutedExperts, ngram: NgramFeatures | None) -> Tensor:
+        """Computes the batch: streams [tokens, streams, hidden], valid until the next step. Advances the
+        state of its sequences, but for their positions."""
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """streams [n, streams, hidden] -> [n, vocabulary], in memory of their own."""

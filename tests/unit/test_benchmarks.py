@@ -1,0 +1,269 @@
+"""What benchmarks print, write and count: a wrong number that looks right is worse than none."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.blocks import decode, random_blocks
+from benchmarks.contenders import LlamaInProcess
+from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
+from benchmarks.kernels import CLAIMED_FORMATS, Cell, claims, interleave
+from benchmarks.processes import CpuWatch, cpu_seconds, family
+from benchmarks.quality import NoReferenceError, Quality, compare
+from benchmarks.report import Report, median, table
+from benchmarks.slices import PROFILES, REAL, ensure_slice, replaced, slice_bytes, tensors, write_slice
+from benchmarks.streaming import AnswerError, Generation
+from benchmarks.versus_llama_cpp import DECODE, MAX_FOREIGN_CPUS, Results, Run, speed_claims
+from shared.gguf.model import GGUFModel
+from shared.gguf.types import tensor_type_named
+from shared.model_config import read_model_config
+from shared.tensor_catalog import check_tensors
+from tools.demo_model.config import CONTROL_TOKENS
+
+_VOCABULARY = 512
+# The real one but for its extents; every profile's blocks of 256 still divide the hidden width.
+_TINY = replaced(
+    REAL,
+    vocab_size=_VOCABULARY,
+    eos_token_id=_VOCABULARY - len(CONTROL_TOKENS),
+    hidden_size=256,
+    num_attention_heads=4,
+    head_dim=64,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+    hc_lowrank=32,
+    indexer_head_dim=64,
+    ple_embed_dim=512,
+    ngram_vocab_size_base=50,
+)
+
+
+def _generation(tokens_per_s: float) -> Generation:
+    return Generation(32, 3, (0.5, 0.5 + 1 / tokens_per_s, 0.5 + 2 / tokens_per_s))
+
+
+def test_a_claim_is_one_line_and_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts read standard output: anything but claims on it would be taken for one."""
+    report = Report("kernels", {"is_quick": True}, model={"name": "m"})
+    report.note("a remark")
+    report.claim("decode_ratio", 1.23456)
+    report.write(tmp_path / "r.json")
+    shown = capsys.readouterr()
+    assert shown.out == "decode_ratio: 1.235\n"
+    assert shown.err == "a remark\n"
+    stored = json.loads((tmp_path / "r.json").read_text())
+    assert stored["claims"] == {"decode_ratio": 1.23456}
+    assert (stored["benchmark"], stored["settings"], stored["model"]) == (
+        "kernels",
+        {"is_quick": True},
+        {"name": "m"},
+    )
+    assert stored["machine"]["memory_bytes"] > 0
+    assert stored["machine"]["usable_cpus"] == sorted(os.sched_getaffinity(0))
+    assert stored["versions"]["numpy"] == np.__version__
+    with pytest.raises(ValueError, match="decode_ratio has been claimed already"):
+        report.claim("decode_ratio", 1.0)
+
+
+def test_tables_line_up() -> None:
+    """A number under the wrong heading misleads."""
+    assert table(("a", "bb"), [("ccc", "1")]) == "a    bb\nccc   1"
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_slice_is_a_model(tmp_path: Path, profile: str) -> None:
+    """Guards against a slice that writes for minutes and is then refused."""
+    path = tmp_path / "slice.gguf"
+    fractions: list[float] = []
+    write_slice(path, _TINY, profile, 0, lambda _, fraction: fractions.append(fraction))
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1
+    with GGUFModel(path) as model:
+        config = read_model_config(model)
+        check_tensors(model, config)
+        assert (config.num_layers, config.num_experts, config.vocab_size) == (4, 8, _VOCABULARY)
+        assert set(model) == {name for name, _ in tensors(_TINY)}
+        for name in model:
+            info = model.info(name)
+            if info.type.name in ("F32", "F16", "BF16"):
+                continue
+            rows = model.rows(name).reshape(-1, info.type.row_bytes(info.shape[-1]))
+            values = decode(info.type.name, rows)
+            assert np.isfinite(values).all()
+            # Centred, or activations would drift away layer by layer.
+            assert abs(values.mean()) < 0.15 * values.std(), name
+            del rows
+
+
+def test_real_slices_have_the_real_extents() -> None:
+    """The numbers that make a slice stand for the model."""
+    shapes = dict(tensors(REAL))
+    assert shapes["blk.0.ffn_gate_exps.weight"] == (512, 640, 2560)
+    assert shapes["blk.3.attn_q.weight"] == (12288, 2560)
+    assert shapes["blk.0.attn_qkv.weight"] == (10240, 2560)
+    assert shapes["output.weight"] == (248320, 2560)
+    assert 3e9 < slice_bytes(REAL, "ista-iq2xs") < slice_bytes(REAL, "q4_k") < 9e9
+
+
+def test_an_interrupted_slice_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-written file must not be taken for a slice the next time."""
+
+    def interrupted(path: Path, *_: object, **__: object) -> None:
+        path.write_bytes(b"GGUF")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.slices.write_slice", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ensure_slice(tmp_path, "iq2_xs", 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("type_name", ["IQ2_XS", "Q2_0", "Q4_K"])
+def test_products_by_ggml(type_name: str) -> None:
+    """The anchor must compute what it is compared in, or its speed means nothing."""
+    kind = tensor_type_named(type_name)
+    num_matrices, num_rows, width, num_tokens = 2, 16, 512, 3
+    rng = np.random.default_rng(0)
+    weights = aligned_bytes((num_matrices, num_rows, kind.row_bytes(width)))
+    weights[:] = random_blocks(type_name, weights.size // kind.block_bytes, 1.0, rng).reshape(weights.shape)
+    x = rng.standard_normal((num_tokens, width), np.float32)
+    try:
+        ggml = Ggml()
+    except LlamaUnavailableError as reason:
+        pytest.skip(str(reason))
+    with GgmlProducts(ggml, kind, weights, x) as products:
+        for number, matrix in enumerate(weights):
+            products.compute(number)
+            expected = x.astype(np.float64) @ decode(type_name, matrix).astype(np.float64).T
+            assert np.abs(products.out - expected).max() < 0.03 * np.abs(expected).max()
+
+
+def test_a_type_that_ggml_numbers_otherwise_is_refused() -> None:
+    """After a renumbering, products would be of garbage."""
+    try:
+        ggml = Ggml()
+    except LlamaUnavailableError as reason:
+        pytest.skip(str(reason))
+    q8_0 = tensor_type_named("Q8_0")
+    with pytest.raises(LlamaUnavailableError, match=r"ggml's type 8 is 'Q8_0', not Q4_K"):
+        ggml.check_type(type(q8_0)(q8_0.type_id, "Q4_K", 256, 144))
+
+
+def test_every_matrix_comes_before_any_comes_again() -> None:
+    """A matrix that is still in a cache would make a memory-bound kernel look faster than it is."""
+    seen: list[int] = []
+    turns = {"one": seen.append, "other": seen.append}
+    interleave(turns, 7, 0.01, np.random.default_rng(0))
+    whole = len(seen) // 7
+    assert whole >= 2
+    assert all(sorted(seen[7 * turn : 7 * turn + 7]) == list(range(7)) for turn in range(whole))
+
+
+def test_claims_of_kernels() -> None:
+    """A median over the formats that happened to be measured would be another claim under the same name."""
+
+    def cell(name: str, num_tokens: int, ours_s: float) -> Cell:
+        return Cell(name, num_tokens, 1, 5, 1.0, ours_s, 2.0, 0.0, 0.0)
+
+    cells = [cell(name, 4, 1.0 + place) for place, name in enumerate(CLAIMED_FORMATS)]
+    cells += [cell("IQ2_XS", 1, 4.0), cell("Q2_0", 4, 2.0)]
+    found = claims(cells)
+    assert found == {
+        "kernel_n4_ratio": pytest.approx(0.5),
+        # 5 seconds, as it is the fifth of the formats, over 4.
+        "iq2_xs_window4_cost": pytest.approx(1.25),
+        # 4 seconds over 2.
+        "q2_0_over_q2_k": pytest.approx(2.0),
+    }
+
+
+def test_speed_is_against_the_faster_llama_cpp() -> None:
+    """The slower one of two would be a straw man."""
+    results = Results()
+    speeds = {"strata": 30.0, "llama.cpp server": 10.0, "llama.cpp in process": 20.0}
+    for name, speed in speeds.items():
+        results.runs[name][DECODE].append(Run(_generation(speed), 0.0))
+    results.memory_bytes = {"strata": 3 << 20, "llama.cpp server": 2 << 20, "llama.cpp in process": 1 << 20}
+    found = speed_claims(results)
+    assert found["decode_ratio"] == pytest.approx(1.5)
+    assert found["decode_ratio_server"] == pytest.approx(3.0)
+    assert found["decode_ratio_in_process"] == pytest.approx(1.5)
+    assert found["first_token_ratio"] == pytest.approx(1.0)
+    assert found["memory_ratio"] == pytest.approx(3.0)
+    assert found["strata_decode_tokens_per_s"] == pytest.approx(30.0)
+
+
+def test_disturbed_runs_do_not_count() -> None:
+    """One busy thread of a neighbour's has made llama.cpp 20 times slower, and a ratio of 0.6 one of 12."""
+    results = Results()
+    results.runs["strata"][DECODE].append(Run(_generation(20.0), 0.0))
+    theirs = results.runs["llama.cpp in process"][DECODE]
+    theirs.append(Run(_generation(1.7), MAX_FOREIGN_CPUS + 0.9))
+    assert speed_claims(results) == {}
+    assert len(results.missing()) == 1
+    theirs.append(Run(_generation(32.0), MAX_FOREIGN_CPUS))
+    assert speed_claims(results)["decode_ratio"] == pytest.approx(20 / 32)
+    assert results.missing() == []
+
+
+def test_a_busy_neighbour_is_noticed() -> None:
+    """And whoever is measured is no neighbour of its own."""
+    # As if somebody else had used a CPU all the time: what is measured gave some back.
+    fake = iter([0.0, -50.0])
+    watch = CpuWatch(os.sched_getaffinity(0), lambda: next(fake))
+    assert watch.foreign_cpus() > MAX_FOREIGN_CPUS
+    fake = iter([0.0, 1e6])
+    watch = CpuWatch(os.sched_getaffinity(0), lambda: next(fake))
+    assert watch.foreign_cpus() == 0
+
+
+def test_this_process_is_of_its_own_family() -> None:
+    """CPU time that is not found would be taken for a neighbour's."""
+    assert family(os.getpid())[0] == os.getpid()
+    assert cpu_seconds([os.getpid()]) > 0
+    assert cpu_seconds([]) == 0
+
+
+def test_quality_is_relative_and_absolute() -> None:
+    """Strata fails only where it is both further from exact than llama.cpp and noticeably far."""
+    assert Quality(0.002, 0.0001, 1, 1).is_equal
+    assert Quality(0.014, 0.01, 1, 1).is_equal
+    assert not Quality(0.016, 0.01, 1, 1).is_equal
+    exact = np.random.default_rng(0).standard_normal((4, 9), np.float32)
+    quality = compare(exact, exact * np.float32(1.001), -exact)
+    assert quality.strata == pytest.approx(0, abs=1e-5)
+    assert quality.strata_top1 == 1
+    assert quality.llama_cpp > 0.1
+    with pytest.raises(AnswerError, match="Strata's logits"):
+        compare(exact, exact * np.float32(np.nan), exact)
+
+
+def test_agreeing_with_oneself_is_no_quality() -> None:
+    """A setting for exact kernels that was accepted and did nothing once gave a divergence of 0."""
+    exact = np.random.default_rng(0).standard_normal((4, 9), np.float32)
+    with pytest.raises(NoReferenceError, match="bit for bit the same with --cpu-kernels portable"):
+        compare(exact, exact.copy(), -exact)
+
+
+def test_a_contender_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    """Otherwise a missing file looks like a hang, and a child survives the benchmark."""
+    before = set(family(os.getpid()))
+    llama = LlamaInProcess(tmp_path / "missing.gguf", os.sched_getaffinity(0), 64)
+    with pytest.raises(AnswerError, match=r"llama\.cpp in process has ended; its last words:"):
+        llama.start()
+    llama.stop()
+    assert not llama.is_running
+    assert set(family(os.getpid())) <= before
+    llama.stop()
+
+
+def test_median() -> None:
+    """Of an even number of values it lies between two."""
+    assert median([1, 4, 2, 3]) == 2.5
