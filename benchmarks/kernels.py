@@ -1,0 +1,364 @@
+"""Products of quantised matrices on one core: Strata's kernels and ggml's, on the same bytes.
+
+    python -m benchmarks.kernels [--quick] [--json FILE] [--formats IQ2_XS,Q4_K] [--batches 1,4]
+
+Matrices of 640 x 2560 weights, as the model's experts have; so many of each format that they stream from
+memory where few tokens are multiplied. The contenders take turns within one process pinned to one core, each
+turn on other matrices than the one before; a turn is timed by the CPU seconds of the whole process, so that
+neither what else the machine does nor a thread of a contender's own falsifies it. Both are given float32
+activations, and preparing them counts. Before anything is timed, every contender's products are held against
+decoded weights multiplied in float64.
+
+Claims: `kernel_nN_ratio`, the median over the formats of ggml's time over ours for N tokens;
+`iq2_xs_window4_cost`, our time for 4 tokens over that for 1; `q2_0_over_q2_k`, our speed with Q2_0 over that
+with Q2_K, where it is smallest.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.blocks import decode, random_blocks
+from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
+from benchmarks.processes import CpuWatch
+from benchmarks.report import Report, describe_machine, median, say, table
+from shared.errors import ResourceError
+from shared.gguf.types import TensorType, tensor_type_named
+from shared.quants import (
+    CHOICES,
+    ActivationPlane,
+    BlockFormat,
+    block_format,
+    choose_kernels,
+    multiply_task,
+    uses_codes,
+)
+from shared.quants.products import matrix_record, run_task
+from shared.topology import use_one_blas_thread
+
+NUM_ROWS, WIDTH = 640, 2560
+CLAIMED_FORMATS = ("Q8_0", "IQ4_NL", "Q4_K", "Q2_K", "IQ2_XS", "IQ2_S", "IQ3_S")
+"""The formats that the ratios are medians of. llama.cpp has no vectorised kernel for Q2_0 on x86."""
+FORMATS = (*CLAIMED_FORMATS, "Q2_0")
+BATCHES = (1, 4, 32, 256)
+
+TOLERANCE = 0.03
+"""Largest error of a product that is accepted, as a share of the largest product: what rounding activations
+to 8 bits costs is a half of it, measured."""
+
+_SPREAD = WIDTH**-0.5
+_MIN_TURN_S = 0.002
+_MIN_ROUNDS = 5
+_NUM_CHECKED = 2
+_MAX_FOREIGN_CPUS = 0.1
+
+_Turn = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What was measured for one format and batch size. Times are medians for one matrix, in CPU seconds."""
+
+    type_name: str
+    num_tokens: int
+    matrix_bytes: int
+    num_rounds: int
+    read_s: float
+    """Reading the matrix once, by a loop that does nothing else."""
+    ours_s: float
+    theirs_s: float
+    ours_error: float
+    """The largest error as a share of the largest product."""
+    theirs_error: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster than ggml we are."""
+        return self.theirs_s / self.ours_s
+
+    @property
+    def weights_gb_per_s(self) -> float:
+        """Bytes of weights that our kernel gets through, in GB/s."""
+        return self.matrix_bytes / self.ours_s / 1e9
+
+    @property
+    def ours_gmac_per_s(self) -> float:
+        """Our multiply-adds, in 1e9 per second."""
+        return self.num_tokens * NUM_ROWS * WIDTH / self.ours_s / 1e9
+
+    @property
+    def theirs_gmac_per_s(self) -> float:
+        """ggml's."""
+        return self.num_tokens * NUM_ROWS * WIDTH / self.theirs_s / 1e9
+
+    @property
+    def read_share(self) -> float:
+        """Our speed as a share of the read limit."""
+        return self.read_s / self.ours_s
+
+
+class OurProducts:
+    """Strata's products of x [num_tokens, width] with matrices uint8 [num_matrices, num_rows, row_bytes]. The
+    one place that knows how our kernels are called: as a team's threads call them, without the checks of
+    `shared.quants.matmul`, whose Python takes as long as a quarter of a product for one token."""
+
+    def __init__(self, fmt: BlockFormat, matrices: NDArray[np.uint8], x: NDArray[np.float32]) -> None:
+        self.out = np.zeros((len(x), matrices.shape[1]), np.float32)
+        self._plane = ActivationPlane(x)
+        self._records = [matrix_record(matrix, self._plane, self.out) for matrix in matrices]
+        self._num_rows = matrices.shape[1]
+        self._task = multiply_task(fmt)
+        self._is_rounded = uses_codes(fmt)
+
+    def compute(self, number: int) -> None:
+        """Prepares the activations and multiplies them with one of the matrices, into `out`."""
+        if self._is_rounded:
+            self._plane.quantise()
+        run_task(self._task, self._records[number], 0, self._num_rows)
+
+
+@numba.njit(nogil=True)
+def _read_all(words: NDArray[np.uint64]) -> np.uint64:
+    """Reads everything; the result only keeps the compiler from leaving that out."""
+    found = np.uint64(0)
+    for word in words:
+        found ^= word
+    return found
+
+
+def random_matrices(kind: TensorType, num_matrices: int, seed: int) -> NDArray[np.uint8]:
+    """uint8 [num_matrices, NUM_ROWS, row_bytes], all different, placed as ggml wants it."""
+    rng = np.random.default_rng(seed)
+    matrices = aligned_bytes((num_matrices, NUM_ROWS, kind.row_bytes(WIDTH)))
+    num_blocks = NUM_ROWS * WIDTH // kind.block_size
+    for matrix in matrices:
+        matrix[:] = random_blocks(kind.name, num_blocks, _SPREAD, rng).reshape(matrix.shape)
+    return matrices
+
+
+def measure_format(
+    ggml: Ggml, type_name: str, batches: Sequence[int], num_matrices: int, cell_s: float
+) -> Iterator[Cell]:
+    """One cell per batch size, each measured for about `cell_s` seconds. Raises ArithmeticError where a
+    contender's products are wrong."""
+    kind = tensor_type_named(type_name)
+    fmt = block_format(kind.type_id)
+    weights = random_matrices(kind, num_matrices, seed=kind.type_id)
+    decoded = [decode(type_name, matrix).astype(np.float64) for matrix in weights[:_NUM_CHECKED]]
+    words = [matrix.reshape(-1).view(np.uint64) for matrix in weights]
+    rng = np.random.default_rng(1)
+
+    def read(number: int) -> None:
+        _read_all(words[number])
+
+    for num_tokens in batches:
+        x = rng.standard_normal((num_tokens, WIDTH), np.float32)
+        ours = OurProducts(fmt, weights, x)
+        with GgmlProducts(ggml, kind, weights, x) as theirs:
+            errors = [
+                _largest_error(f"{name}, {type_name}, {num_tokens} tokens", compute, out, x, decoded)
+                for name, compute, out in (
+                    ("Strata", ours.compute, ours.out),
+                    ("ggml", theirs.compute, theirs.out),
+                )
+            ]
+            turns: dict[str, _Turn] = {"ours": ours.compute, "theirs": theirs.compute}
+            turns["read"] = read
+            times = interleave(turns, num_matrices, cell_s, rng)
+        yield Cell(
+            type_name,
+            num_tokens,
+            weights[0].nbytes,
+            len(times["ours"]),
+            median(times["read"]),
+            median(times["ours"]),
+            median(times["theirs"]),
+            *errors,
+        )
+
+
+def interleave(
+    turns: Mapping[str, _Turn], num_matrices: int, total_s: float, rng: np.random.Generator
+) -> dict[str, list[float]]:
+    """CPU seconds per call, one entry per round and contender. `turns` are called with the numbers of
+    matrices: all of them in random order before any comes again, so that none is still in a cache."""
+    order = rng.permutation(num_matrices)
+    place = 0
+
+    def turn(compute: _Turn, num_calls: int) -> float:
+        nonlocal place
+        numbers = [int(order[(place + step) % num_matrices]) for step in range(num_calls)]
+        place += num_calls
+        began = time.process_time()
+        for number in numbers:
+            compute(number)
+        return (time.process_time() - began) / num_calls
+
+    # Also warms up: a first call may compile.
+    for compute in turns.values():
+        turn(compute, 1)
+    slowest = max(turn(compute, 1) for compute in turns.values())
+    num_calls = max(1, round(_MIN_TURN_S / max(slowest, 1e-6)))
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    names = list(turns)
+    deadline = time.monotonic() + total_s
+    while time.monotonic() < deadline or len(times[names[0]]) < _MIN_ROUNDS:
+        for name in names:
+            times[name].append(turn(turns[name], num_calls))
+        # Nobody always follows the same one.
+        names.append(names.pop(0))
+    return times
+
+
+def _largest_error(
+    what: str,
+    compute: _Turn,
+    out: NDArray[np.float32],
+    x: NDArray[np.float32],
+    decoded: Sequence[NDArray[np.float64]],
+) -> float:
+    worst = 0.0
+    for number, weights in enumerate(decoded):
+        expected = x.astype(np.float64) @ weights.T
+        out[:] = np.nan
+        compute(number)
+        error = float(np.abs(out - expected).max() / np.abs(expected).max())
+        if not error <= TOLERANCE:
+            raise ArithmeticError(f"{what}: products are off by {error:.3g} of the largest one")
+        worst = max(worst, error)
+    return worst
+
+
+def claims(cells: Sequence[Cell]) -> dict[str, float]:
+    """What the cells say; a claim whose cells are not all there is left out."""
+    found = {(cell.type_name, cell.num_tokens): cell for cell in cells}
+    result = {}
+    for num_tokens in BATCHES:
+        ratios = [found[name, num_tokens].ratio for name in CLAIMED_FORMATS if (name, num_tokens) in found]
+        if len(ratios) == len(CLAIMED_FORMATS):
+            result[f"kernel_n{num_tokens}_ratio"] = median(ratios)
+    one, four = found.get(("IQ2_XS", 1)), found.get(("IQ2_XS", 4))
+    if one and four:
+        result["iq2_xs_window4_cost"] = four.ours_s / one.ours_s
+    pairs = [(found.get(("Q2_0", n)), found.get(("Q2_K", n))) for n in BATCHES]
+    speeds = [q2_k.ours_s / q2_0.ours_s for q2_0, q2_k in pairs if q2_0 and q2_k]
+    if speeds:
+        result["q2_0_over_q2_k"] = min(speeds)
+    return result
+
+
+def _as_table(cells: Sequence[Cell]) -> str:
+    header = ("format", "tokens", "us", "GB/s", "of read", "GMAC/s", "ggml GMAC/s", "ratio")
+    rows = [
+        (
+            cell.type_name,
+            str(cell.num_tokens),
+            f"{1e6 * cell.ours_s:.0f}",
+            f"{cell.weights_gb_per_s:.2f}",
+            f"{100 * cell.read_share:.0f} %",
+            f"{cell.ours_gmac_per_s:.1f}",
+            f"{cell.theirs_gmac_per_s:.1f}",
+            f"{cell.ratio:.2f}",
+        )
+        for cell in cells
+    ]
+    return table(
+        (*header, "error", "ggml's"),
+        [
+            (*row, f"{cell.ours_error:.1e}", f"{cell.theirs_error:.1e}")
+            for row, cell in zip(rows, cells, strict=True)
+        ],
+    )
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--quick", action="store_true", help="under a minute, wider error")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets all results")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="default %(default)s")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="default %(default)s")
+    parser.add_argument("--matrices", type=int, default=300, help="of each format (default %(default)s)")
+    parser.add_argument("--cpu-kernels", default="auto", choices=CHOICES, help="ours (default %(default)s)")
+    parser.add_argument("--cpu", type=int, help="CPU to run on (default the last usable one)")
+    parsed = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cpu = parsed.cpu if parsed.cpu is not None else max(os.sched_getaffinity(0))
+    machine = describe_machine()
+    try:
+        kernels = choose_kernels(parsed.cpu_kernels)
+    except ResourceError as error:
+        print(f"kernels: {error}", file=sys.stderr)
+        return 1
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {cpu})
+    use_one_blas_thread()
+    cell_s = 0.6 if parsed.quick else 3.0
+    settings = {
+        "formats": parsed.formats.split(","),
+        "batches": [int(number) for number in parsed.batches.split(",")],
+        "matrices": parsed.matrices,
+        "rows": NUM_ROWS,
+        "width": WIDTH,
+        "seconds_per_cell": cell_s,
+        "cpu": cpu,
+        "cpu_kernels": kernels,
+        "tolerance": TOLERANCE,
+        "is_quick": parsed.quick,
+    }
+    report = Report("kernels", settings)
+    try:
+        ggml = Ggml()
+        report.details["ggml_instruction_sets"] = ggml.instruction_sets
+        say(f"{machine}; on CPU {cpu}")
+        say(f"our kernels: {kernels}; ggml is compiled for {' '.join(ggml.instruction_sets)}")
+        cells: list[Cell] = []
+        watch = CpuWatch(everywhere, lambda: 0.0)
+        for type_name in settings["formats"]:
+            measured = list(measure_format(ggml, type_name, settings["batches"], parsed.matrices, cell_s))
+            cells += measured
+            say(_as_table(measured))
+    except (LlamaUnavailableError, ArithmeticError) as error:
+        print(f"kernels: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    report.details["foreign_cpus"] = watch.foreign_cpus()
+    if report.details["foreign_cpus"] > _MAX_FOREIGN_CPUS:
+        report.note(
+            f"disturbed: {report.details['foreign_cpus']:.2f} CPUs were busy with something else; it "
+            "takes caches and memory from both contenders alike, absolute numbers are too low"
+        )
+    report.details["read_limit_gb_per_s"] = median(cell.matrix_bytes / cell.read_s / 1e9 for cell in cells)
+    say(f"one core reads {report.details['read_limit_gb_per_s']:.1f} GB/s")
+    report.details["cells"] = [
+        asdict(cell)
+        | {
+            "ratio": cell.ratio,
+            "weights_gb_per_s": cell.weights_gb_per_s,
+            "ours_gmac_per_s": cell.ours_gmac_per_s,
+            "theirs_gmac_per_s": cell.theirs_gmac_per_s,
+            "read_share": cell.read_share,
+        }
+        for cell in cells
+    ]
+    for name, value in claims(cells).items():
+        report.claim(name, value)
+    if parsed.json:
+        report.write(parsed.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""llama.cpp's own server, from the `xllamacpp` wheel, in a process of its own.
+
+    python -m benchmarks.llama_server MODEL.gguf --threads 2 --context 4096
+
+Says `{"url": ...}` on standard output once it serves, and ends with its input. Threads, context and address
+are set, and that of the prompts of earlier requests nothing is kept; the rest are the server's defaults.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--context", type=int, required=True)
+    parsed = parser.parse_args()
+    # The server prints what it likes; whoever reads our line shall not take that for it.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        import xllamacpp
+    except ImportError:
+        sys.exit("llama.cpp is missing: pip install xllamacpp")
+    params = xllamacpp.CommonParams()
+    params.model.path = parsed.model
+    params.n_ctx = parsed.context
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = parsed.threads
+    params.hostnames = ["127.0.0.1"]
+    params.port = 0
+    params.cache_prompt = False
+    params.cache_ram_mib = 0
+    params.verbosity = 0
+    server = xllamacpp.Server(params)
+    print(json.dumps({"url": server.listening_address}), file=answers, flush=True)
+    sys.stdin.read()
+    # What it holds is the system's to take back: taking the server down in order may take long.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""One streamed completion over HTTP, with the client's own clock beside every event.
+
+The same request for every server: `POST /v1/completions` with the prompt as token ids, greedy.
+"""
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+_TIMEOUT_S = 1800.0
+
+
+class AnswerError(Exception):
+    """A contender does not answer as it should; the text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What came back for one prompt, and when: seconds from sending the request to the arrival of each piece
+    of text, which is a token."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    arrived_s: tuple[float, ...]
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    timings: dict[str, Any] | None = None
+    """What the server says of it."""
+
+    @property
+    def first_token_s(self) -> float:
+        """Time to the first token."""
+        return self.arrived_s[0]
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens per second until the first token is there."""
+        return self.num_prompt_tokens / self.first_token_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens per second from the first one to the last."""
+        return (self.num_tokens - 1) / (self.arrived_s[-1] - self.arrived_s[0])
+
+
+def complete(
+    url: str, prompt_token_ids: Sequence[int], num_new: int, fields: Mapping[str, Any] | None = None
+) -> Generation:
+    """Asks for exactly `num_new` tokens; `fields` are added to the request. Raises AnswerError."""
+    body = {
+        "prompt": list(prompt_token_ids),
+        "max_tokens": num_new,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **(fields or {}),
+    }
+    num_prompt_tokens = len(prompt_token_ids)
+    connection = _connection(url)
+    arrived: list[float] = []
+    pieces: list[str] = []
+    usage: dict[str, Any] = {}
+    timings: dict[str, Any] | None = None
+    try:
+        connection.connect()
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        began = time.perf_counter()
+        payload = json.dumps(body).encode()
+        connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise AnswerError(f"{url} answers {response.status}: {response.read(500)!r}")
+        for line in _lines(response):
+            now = time.perf_counter() - began
+            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise AnswerError(f"{url} fails: {event['error']}")
+            for choice in event.get("choices") or ():
+                if choice["text"]:
+                    arrived.append(now)
+                    pieces.append(choice["text"])
+            usage = event.get("usage") or usage
+            timings = event.get("timings") or timings
+    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        raise AnswerError(f"{url} does not answer as a server does: {error!r}") from error
+    finally:
+        connection.close()
+    counted = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
+    if counted != (num_prompt_tokens, num_new) or not arrived:
+        raise AnswerError(
+            f"{url}: {num_prompt_tokens} and {num_new} tokens were asked for, {counted} counted, "
+            f"{len(arrived)} came as text"
+        )
+    return Generation(num_prompt_tokens, num_new, tuple(arrived), "".join(pieces), timings=timings)
+
+
+def all_logits(url: str, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """Strata's logits of every position [tokens, vocabulary], from a server with that endpoint. Raises
+    AnswerError."""
+    connection = _connection(url)
+    try:
+        payload = json.dumps({"prompt_token_ids": list(token_ids)}).encode()
+        connection.request("POST", "/v1/logits", payload, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        if response.status != 200:
+            raise AnswerError(f"{url} answers {response.status}: {content[:500]!r}")
+        shape = [int(extent) for extent in response.headers["x-logits-shape"].split(",")]
+        logits: NDArray[np.float32] = np.frombuffer(content, "<f4").reshape(shape)
+        return logits
+    except (OSError, http.client.HTTPException) as error:
+        raise AnswerError(f"{url} does not answer as a server does: {error!r}") from error
+    finally:
+        connection.close()
+
+
+def _connection(url: str) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Lines as they arrive. Reading line by line would wait for full buffers."""
+    rest = b""
+    while part := response.read1():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.rstrip(b"\r") for line in lines)
