@@ -9,7 +9,7 @@ from shared.native.program import Program
 from shared.native.records import Record
 
 # What a unit of work should take: more than claiming it costs, less than others should wait for it.
-_UNIT_NS = 20_000
+_UNIT_NS = 10_000
 # What a step costs that several threads compute: they wait for the last of them. Small steps, however many,
 # are quicker on one thread (the demo model: 280 us for a token, 340 on two).
 _BARRIER_NS = 5_000

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_worker.native.script import Script
-from shared.native.matrices import ROUNDING_NS, row_cost_ns
+from shared.native.matrices import BYTE_NS, ROUNDING_NS, row_cost_ns
 from shared.native.records import Record
 from shared.native.task import address_of
 from shared.quants import ActivationPlane, BlockFormat, multiply_task, quantise_task, uses_codes
@@ -120,7 +120,8 @@ def _multiply(script: Script, plane: Plane, matrix: Matrix, out: int, keep: obje
         multiply_task(matrix.format),
         params,
         fixed=num_rows,
-        ns=row_cost_ns(plane.width, 1, 0),
+        # What takes longer: decoding the row, or waiting for its bytes where all threads read at once.
+        ns=max(row_cost_ns(plane.width, 1, 0), BYTE_NS * row_bytes),
         ns_per_token=row_cost_ns(plane.width, 0, 1),
         keep=(matrix, plane, keep),
     )

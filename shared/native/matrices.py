@@ -15,6 +15,9 @@ plane_at = reader(PLANE)
 _WEIGHT_NS = 0.04
 _PRODUCT_NS = 0.015
 
+BYTE_NS = 0.08
+"""What a thread takes for a byte of weights that is in no cache."""
+
 ROUNDING_NS = 10.0
 """What a group of 32 activations takes to be rounded."""
 ROUNDED_AT_ONCE = 512

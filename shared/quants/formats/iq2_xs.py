@@ -21,7 +21,6 @@ from shared.quants.simd.description import (
     GroupDescription,
     bits_of_bytes,
     even_parity,
-    fields,
     interleaved_nibbles,
     looked_up,
     negated_where,
@@ -52,7 +51,7 @@ class _Groups(GroupDescription):
 
     def codes(self, block: Block, group: int) -> Value:
         code = block.code
-        entries = fields(block.quad_word(_CODES + 8 * group), 9, 4, stride=16)
+        entries = [block.word(_CODES + 8 * group + 2 * i) & 511 for i in range(4)]
         magnitudes = looked_up(code, code.table("iq2_xs", IQ2_XS_GRID), 8, entries)
         # Of half the block at once, since one register holds its codes.
         first = group // 4 * 4

@@ -56,6 +56,7 @@ def _entries(block: Block) -> list[Value]:
 
 
 class _Groups(GroupDescription):
+    is_tile_scheduled = True
     smallest_code, largest_code = -15, 15
 
     def codes(self, block: Block, group: int) -> Value:

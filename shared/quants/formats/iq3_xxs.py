@@ -43,6 +43,7 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
 
 
 class _Groups(GroupDescription):
+    is_tile_scheduled = True
     smallest_code, largest_code = -62, 62
 
     def codes(self, block: Block, group: int) -> Value:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from shared.quants.simd.vector import HALF, I8, I16, I32, I64, Code, Value
+from shared.quants.simd.vector import DOUBLE, HALF, I8, I16, I32, I64, Code, Value
 
 GROUP = 32
 
@@ -104,6 +104,8 @@ class GroupDescription(ABC):
     largest_code = 127
     """What `codes` may be. Magnitudes up to 64 let a kernel add neighbouring products in 16 bits."""
     has_minimums = False
+    is_tile_scheduled = False
+    """Whether tiles are decoded faster where LLVM orders the instructions; see `machine_code.Module`."""
 
     @property
     def largest_magnitude(self) -> int:
@@ -176,7 +178,8 @@ def negated_where(code: Code, is_negative: Value, magnitudes: Value) -> Value:
 
 def looked_up(code: Code, table: Value, entry_bytes: int, indexes: Sequence[Value]) -> Value:
     """Entries of 4 or 8 bytes at int64 indexes, side by side: a vector of bytes."""
-    element = {4: I32, 8: I64}[entry_bytes]
+    # As doubles, two of which are one load each into the halves of a register.
+    element = {4: I32, 8: DOUBLE}[entry_bytes]
     entries = ir.Constant(ir.VectorType(element, len(indexes)), ir.Undefined)
     for place, index in enumerate(indexes):
         entry = code.load(element, 0, table + index * entry_bytes, constant=True)

@@ -10,7 +10,7 @@ from shared.gguf.types import TensorType
 from shared.quants.simd.description import GroupDescription
 from shared.quants.simd.float_kernel import FloatKernel, ReadFloats
 from shared.quants.simd.instruction_set import InstructionSet
-from shared.quants.simd.machine_code import compile_module
+from shared.quants.simd.machine_code import Module, compile_function
 from shared.quants.simd.row_kernel import Inputs, RowKernel
 from shared.quants.simd.tile_kernel import TileKernel
 from shared.quants.simd.vector import I64, VOID, Code, Value
@@ -43,6 +43,10 @@ class Call:
 class Ways(Protocol):
     """How one family of formats multiplies."""
 
+    @property
+    def is_tile_scheduled(self) -> bool:
+        """See `Module`."""
+
     def most_few(self, instructions: InstructionSet) -> int:
         """Up to how many tokens rows are taken as they lie."""
 
@@ -65,6 +69,10 @@ class QuantisedWays:
     def __init__(self, kind: TensorType, description: GroupDescription) -> None:
         self._kind = kind
         self._description = description
+
+    @property
+    def is_tile_scheduled(self) -> bool:
+        return self._description.is_tile_scheduled
 
     def most_few(self, instructions: InstructionSet) -> int:
         return instructions.most_row_tokens
@@ -116,6 +124,10 @@ class FloatWays:
         self._weight_bytes = weight_bytes
         self._read = read
 
+    @property
+    def is_tile_scheduled(self) -> bool:
+        return True
+
     def most_few(self, instructions: InstructionSet) -> int:
         return _MOST_FLOAT_TOKENS
 
@@ -147,42 +159,45 @@ class FloatWays:
 def compile_multiply(kind: TensorType, ways: Ways, instructions: InstructionSet) -> int:
     """The address of the task, compiled or from the cache."""
     name = f"multiply_{kind.name}"
-    return compile_module(name, instructions, lambda module: write_multiply(module, name, ways, instructions))
+    return compile_function(name, instructions, *modules_of(name, ways, instructions))
 
 
-def write_multiply(module: ir.Module, name: str, ways: Ways, instructions: InstructionSet) -> None:
-    """Writes the task `name` into a module."""
+def modules_of(name: str, ways: Ways, instructions: InstructionSet) -> tuple[Module, Module]:
+    """The task `name`, with its ways for few tokens, and what it calls for many."""
+    many = f"{name}_many"
+    return (
+        Module(name, partial(_write_task, name=name, many=many, ways=ways, instructions=instructions)),
+        Module(
+            many,
+            partial(_write_many_task, name=many, ways=ways, instructions=instructions),
+            is_scheduled=ways.is_tile_scheduled,
+        ),
+    )
+
+
+def _write_task(module: ir.Module, name: str, many: str, ways: Ways, instructions: InstructionSet) -> None:
     task = declare_task(module, name)
     code, arguments = begin_function(task, instructions)
     num_tokens = Call(code, arguments).num_tokens
     for tokens in range(1, ways.most_few(instructions) + 1):
-        few = _write_part(
-            module,
-            f"{name}_{tokens}",
-            instructions,
-            partial(ways.write_few, tokens=tokens),
-        )
+        write = partial(ways.write_few, tokens=tokens)
+        few = _write_part(module, f"{name}_{tokens}", instructions, write)
         is_this = code.value(code.builder.icmp_signed("==", num_tokens.ir, code.integer(tokens).ir))
         with code.builder.if_then(is_this.ir):
             code.call(few, arguments)
             code.builder.ret_void()
-    passes = [
-        _write_part(
-            module,
-            f"{name}_tile_{tokens}",
-            instructions,
-            partial(_write_pass, ways=ways, tokens=tokens),
-            num_arguments=6,
-        )
-        for tokens in _pass_sizes(ways, instructions)
-    ]
-    many = _write_part(
-        module,
-        f"{name}_many",
-        instructions,
-        lambda code, call: _write_many(code, call, ways, passes),
-    )
-    code.call(many, arguments)
+    code.call(declare_task(module, many), arguments)
+    code.builder.ret_void()
+
+
+def _write_many_task(module: ir.Module, name: str, ways: Ways, instructions: InstructionSet) -> None:
+    passes = []
+    for tokens in _pass_sizes(ways, instructions):
+        write = partial(_write_pass, ways=ways, tokens=tokens)
+        passes.append(_write_part(module, f"{name}_{tokens}", instructions, write, num_arguments=6))
+    task = declare_task(module, name)
+    code, arguments = begin_function(task, instructions)
+    _write_many(code, Call(code, arguments), ways, passes)
     code.builder.ret_void()
 
 

@@ -1,10 +1,12 @@
 """The quantise task in vectors; `shared.quants.quantising` says what it computes."""
 
+from functools import partial
+
 from llvmlite import ir
 
 from shared.quants.simd.description import GROUP
 from shared.quants.simd.instruction_set import InstructionSet
-from shared.quants.simd.machine_code import compile_module
+from shared.quants.simd.machine_code import Module, compile_function
 from shared.quants.simd.multiply import begin_function, declare_task
 from shared.quants.simd.vector import FLOAT, I8, I32, I64, Code, Value
 
@@ -14,7 +16,7 @@ _NAME = "quantise_plane"
 
 def compile_quantise(instructions: InstructionSet) -> int:
     """The address of the task, compiled or from the cache."""
-    return compile_module(_NAME, instructions, lambda module: _write(module, instructions))
+    return compile_function(_NAME, instructions, Module(_NAME, partial(_write, instructions=instructions)))
 
 
 def _write(module: ir.Module, instructions: InstructionSet) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shared.quants.simd.instruction_set import InstructionSet
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-HALF, FLOAT, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
+HALF, FLOAT, DOUBLE, VOID = ir.HalfType(), ir.FloatType(), ir.DoubleType(), ir.VoidType()
 
 Operand = Union["Value", int, float]
 
