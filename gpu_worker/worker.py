@@ -40,6 +40,7 @@ class GpuWorker:
         self._loaded = asyncio.Event()
         self._gateway = LinkClient(context.identity, context.directory, Role.GATEWAY, self, context.config)
         self._device: Device | None = None
+        self._kernels = ""
         self._engine: Engine | None = None
         self._peers: PeerListener | None = None
 
@@ -73,11 +74,14 @@ class GpuWorker:
     async def attach(self, init: Init) -> dict[str, int | float | str]:
         """The gateway is there: tell it what this worker can do, once it is loaded."""
         await self._loaded.wait()
-        return {
+        capabilities: dict[str, int | float | str] = {
             "max_context": self.max_context,
             "parallel": self._context.config.parallel,
             "device": str(self._torch_device),
         }
+        if self._torch_device.type == "cpu":
+            capabilities["kernels"] = self._kernels
+        return capabilities
 
     async def detach(self, reason: str) -> None:
         """The gateway is gone, and everyone who waited for answers with it."""
@@ -124,6 +128,7 @@ class GpuWorker:
     def _load(self) -> Qwen4Exp:
         """Runs in a thread, and may take long."""
         context = self._context
+        self._kernels = quants.choose_kernels(context.config.cpu_kernels)
         tensors = [
             expected
             for expected in expected_tensors(self._config, context.model)
