@@ -49,7 +49,7 @@ class _Groups(GroupDescription):
         return block.half(0)
 
     def minimums(self, block: Block) -> Value:
-        return 0.0 - block.half(2)
+        return -block.half(2)
 
 
 _TYPE = tensor_type_named("Q5_1")

@@ -173,7 +173,7 @@ def spread_bits(code: Code, bits: Value) -> Value:
 
 def negated_where(code: Code, is_negative: Value, magnitudes: Value) -> Value:
     """Magnitudes with signs."""
-    return code.choose(is_negative, 0 - magnitudes, magnitudes)
+    return code.choose(is_negative, -magnitudes, magnitudes)
 
 
 def looked_up(code: Code, table: Value, entry_bytes: int, indexes: Sequence[Value]) -> Value:

@@ -11,7 +11,7 @@ from shared.quants.simd.description import GroupDescription
 from shared.quants.simd.float_kernel import FloatKernel, ReadFloats
 from shared.quants.simd.instruction_set import InstructionSet
 from shared.quants.simd.machine_code import Module, compile_function
-from shared.quants.simd.row_kernel import Inputs, RowKernel
+from shared.quants.simd.row_kernel import RowKernel
 from shared.quants.simd.tile_kernel import TileKernel
 from shared.quants.simd.vector import I64, VOID, Code, Value
 
@@ -84,18 +84,18 @@ class QuantisedWays:
     def write_few(self, code: Code, call: Call, tokens: int) -> None:
         width = call.width
         kernel = RowKernel(code, self._kind, self._description)
-        for token in range(tokens):
-            kernel.write_inputs(width, call.codes + width * token, call.scratch + width * token)
         inputs = [
-            Inputs(
-                call.scratch + width * token,
+            kernel.write_inputs(
+                width,
+                call.codes + width * token,
                 call.scales + (width >> 5) * (4 * token),
                 call.sums + (width >> 4) * (4 * token),
+                call.scratch + kernel.input_bytes(width) * token,
             )
             for token in range(tokens)
         ]
         # A register beyond the last token, which the last of its reads may touch.
-        spare = call.scratch + width * tokens + 64
+        spare = call.scratch + kernel.input_bytes(width) * tokens + 64
         with code.loop(call.start, call.stop) as row:
             products = kernel.write(call.weights + row * call.row_bytes, width, inputs, spare)
             _store_row(code, call, row, products)

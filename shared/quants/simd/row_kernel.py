@@ -25,15 +25,22 @@ _PREFETCH_BYTES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One token, by addresses: signed codes, scales, and sums of 16."""
+    """One token, by addresses: signed codes, scales, and sums, of 16 or, where scales of weights belong to
+    whole groups, of 32."""
 
     codes: Value
     scales: Value
     sums: Value
+    sum_bytes: int
 
     def at(self, group: Value) -> "Inputs":
         """From a group on."""
-        return Inputs(self.codes + group * GROUP, self.scales + group * 4, self.sums + group * 8)
+        return Inputs(
+            self.codes + group * GROUP,
+            self.scales + group * 4,
+            self.sums + group * self.sum_bytes,
+            self.sum_bytes,
+        )
 
 
 class RowKernel:
@@ -72,8 +79,32 @@ class RowKernel:
         natural = [2 * pair[0], 2 * pair[0] + 1, 2 * pair[1], 2 * pair[1] + 1]
         return [natural[place] for place in self._description.pair_order]
 
-    def write_inputs(self, width: Value, codes: Value, to: Value) -> None:
-        """Copies the codes of one token, signed, in the order in which rows are decoded."""
+    @property
+    def _needs_sums(self) -> bool:
+        return bool(self._bias) or self._description.has_minimums
+
+    @property
+    def _sums_of_groups(self) -> bool:
+        """Whether sums of 32 serve, since no scale belongs to less."""
+        return self._description.scale_size >= GROUP
+
+    def input_bytes(self, width: Value) -> Value:
+        """What `write_inputs` writes for a token."""
+        return width + (width >> 3)
+
+    def write_inputs(self, width: Value, codes: Value, scales: Value, sums: Value, to: Value) -> Inputs:
+        """Copies one token's codes, signed and in the order in which rows are decoded, and adds up its sums
+        where they are wanted of whole groups."""
+        self._write_codes(width, codes, to)
+        if not self._needs_sums or not self._sums_of_groups:
+            return Inputs(to, scales, sums, sum_bytes=8)
+        code = self._code
+        with code.loop(0, width >> 5) as group:
+            total = code.load(FLOAT, 2, sums + group * 8).total()
+            code.store(total, to + width + group * 4, align=4)
+        return Inputs(to, scales, to + width, sum_bytes=4)
+
+    def _write_codes(self, width: Value, codes: Value, to: Value) -> None:
         code = self._code
         num_groups = self._blocks_a_round * self._groups
         halves = list(range(2 * num_groups))
@@ -193,16 +224,14 @@ class RowKernel:
         code = self._code
         if not shift.lanes:
             shift = shift.broadcast(1)
-        is_by_half = shift.lanes == 16
-        by_half = 0.0 - (shift if is_by_half else shift.repeated(2))
-        x_sums = code.load(FLOAT, by_half.lanes, token.sums)
-        for number, first in enumerate(range(0, by_half.lanes, self._lanes)):
-            lanes = range(first, first + min(self._lanes, by_half.lanes))
-            left, right = by_half.shuffled(lanes), x_sums.shuffled(lanes)
+        x_sums = code.load(FLOAT, shift.lanes, token.sums)
+        for number, first in enumerate(range(0, shift.lanes, self._lanes)):
+            lanes = range(first, first + min(self._lanes, shift.lanes))
+            left, right = shift.shuffled(lanes), x_sums.shuffled(lanes)
             if left.lanes < self._lanes:
                 left, right = self._padded(left), self._padded(right)
             total = sums[number % len(sums)]
-            total.set(code.fused_multiply_add(left, right, total.get()))
+            total.set(code.fused_multiply_add(-left, right, total.get()))
 
     def _padded(self, values: Value) -> Value:
         """With zeros to a whole register. (The activations beside them may be anything: whatever follows.)"""

@@ -108,7 +108,7 @@ class TileKernel:
             for quad in quads[part * per_scale : (part + 1) * per_scale]:
                 sums = self._dots.add(sums, bias, quad)
             place = self._scale_index(at, part) * (4 * self.num_rows)
-            code.store(0 - sums, tile.offsets + place, align=32)
+            code.store(-sums, tile.offsets + place, align=32)
 
     def _scale_index(self, weight: Value, part: int) -> Value:
         return (weight >> (4 if self._scale_size == 16 else 5)) + part
@@ -167,7 +167,7 @@ class TileKernel:
         x_sums = [sums + ((width >> 4) * token + (at >> 4)) * 4 for token in tokens]
         for part in range(parts):
             place = self._scale_index(at, part) * (4 * self.num_rows)
-            minimums = 0.0 - code.load(FLOAT, self.num_rows, tile.minimums + place, align=32)
+            minimums = -code.load(FLOAT, self.num_rows, tile.minimums + place, align=32)
             # Sums are of 16: adding two of them first would take longer than the second product.
             for half in range(part, part + 1) if parts == 2 else range(2):
                 for token in tokens:

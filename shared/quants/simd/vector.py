@@ -58,6 +58,11 @@ class Value:
     def __sub__(self, other: Operand) -> "Value":
         return self._with(other, "sub", "fsub")
 
+    def __neg__(self) -> "Value":
+        if isinstance(self.element, ir.FloatType):
+            return self.code.value(self.code.builder.fneg(self.ir))
+        return self.code.like(self, 0) - self
+
     def __rsub__(self, other: Operand) -> "Value":
         return self.code.like(self, other) - self
 
