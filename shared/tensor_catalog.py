@@ -51,6 +51,8 @@ COMPUTABLE_TYPES = (
     "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
 )
 # fmt: on
+MAX_WIDTH = 16384
+"""Of a matrix that is multiplied with: the kernels' limit, `shared.quants.matrix`."""
 
 
 def block_prefix(block: int) -> str:
@@ -109,6 +111,11 @@ def check_tensors(model: GGUFModel, config: Qwen4ExpConfig) -> None:
             raise UnsupportedModelError(
                 f"{model.home(expected.name).path}: tensor {expected.name} has type {info.type.name}, which "
                 f"this version cannot compute with; it can with {', '.join(COMPUTABLE_TYPES)}"
+            )
+        if len(shape) > 1 and shape[-1] > MAX_WIDTH:
+            raise UnsupportedModelError(
+                f"{model.home(expected.name).path}: the rows of tensor {expected.name} have {shape[-1]} "
+                f"weights, this version multiplies rows of at most {MAX_WIDTH}"
             )
 
 

@@ -14,6 +14,9 @@ GROUP = 32
 HALF_GROUP = 16
 """Neighbouring activations whose sum is kept: the smallest number of weights that share a scale."""
 
+MAX_WIDTH = 16384
+"""Weights in a row, at most: a tile of 16 rows in float32 then just fills the scratch memory of a task."""
+
 PLANE = np.dtype(
     [
         ("floats", np.int64),  # f32 [num_tokens, width]

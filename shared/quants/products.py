@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from shared.native.task import SCRATCH_BYTES, address_of
 from shared.quants.block_bytes import Bytes, Floats
 from shared.quants.block_format import BlockFormat
-from shared.quants.matrix import GROUP, HALF_GROUP, MATRIX, PLANE
+from shared.quants.matrix import GROUP, HALF_GROUP, MATRIX, MAX_WIDTH, PLANE
 from shared.quants.quantising import quantise_task
 
 _TASK = ctypes.CFUNCTYPE(None, *4 * (ctypes.c_int64,))
@@ -105,6 +105,8 @@ def _check(fmt: BlockFormat, raw: Bytes, x: Floats, out: Floats, start: int, sto
     num_tokens, width = x.shape
     if width % fmt.type.block_size or row_bytes != fmt.type.row_bytes(width):
         raise ValueError(f"{fmt.type.name} rows of {row_bytes} bytes do not hold {width} weights")
+    if width > MAX_WIDTH:
+        raise ValueError(f"rows of {width} weights are longer than the kernels' limit, {MAX_WIDTH}")
     if out.shape != (num_tokens, num_rows) or out.dtype != np.float32 or not out.flags.c_contiguous:
         raise ValueError(
             f"products need a C-contiguous float32 array {[num_tokens, num_rows]},"

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from shared import tensor_catalog
 from shared.errors import UnsupportedModelError
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.quants import SUPPORTED
+from shared.quants.matrix import MAX_WIDTH
 from shared.tensor_catalog import COMPUTABLE_TYPES, TensorClass, check_tensors, classify, expected_tensors
 from tests.support.tiny_model import TinyModel, tiny_model
 
@@ -109,6 +111,16 @@ def test_types_without_kernels(tmp_path: Path) -> None:
 def test_types_with_kernels() -> None:
     """The list here is the list of `shared.quants`, which is too slow to import for it."""
     assert set(COMPUTABLE_TYPES) == set(SUPPORTED)
+    assert tensor_catalog.MAX_WIDTH == MAX_WIDTH
+
+
+def test_rows_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels have no room for a tile of them."""
+    monkeypatch.setattr(tensor_catalog, "MAX_WIDTH", 63)
+    with pytest.raises(
+        UnsupportedModelError, match=r"tiny\.gguf: the rows of tensor \S+ have \d+ .*most 63"
+    ):
+        check(tiny_model(), tmp_path)
 
 
 def test_the_file_of_a_tensor_is_named(tmp_path: Path) -> None:

@@ -247,6 +247,8 @@ def _write_many(code: Code, call: Call, ways: Ways, passes: list[ir.Function]) -
     """All tokens, tile by tile, in passes of nearly equal size."""
     sizes = _pass_sizes(ways, code.instructions)
     num_passes = code.divided(call.num_tokens + (sizes[-1] - 1), code.integer(sizes[-1]))
+    # No tokens are no pass, and nothing may be divided by that.
+    num_passes = code.larger(num_passes, code.integer(1))
     size = code.divided(call.num_tokens, num_passes)
     # So many passes take one token more.
     num_larger = call.num_tokens - size * num_passes

@@ -49,13 +49,9 @@ def _write(module: ir.Module, instructions: InstructionSet) -> None:
 def _largest_magnitude(code: Code, x: list[Value]) -> Value:
     """Compared by their bits, in which order infinity is above every number and NaN above infinity."""
     magnitudes = [part.as_type(I32, _LANES) & 0x7FFFFFFF for part in x]
-
-    def pick(left: Value, right: Value) -> Value:
-        return code.choose(left.is_less(right), right, left)
-
-    value = pick(pick(magnitudes[0], magnitudes[1]), pick(magnitudes[2], magnitudes[3]))
+    value = code.larger(code.larger(magnitudes[0], magnitudes[1]), code.larger(magnitudes[2], magnitudes[3]))
     lanes = _LANES
     while lanes > 1:
         lanes //= 2
-        value = pick(value.shuffled(range(lanes)), value.shuffled(range(lanes, 2 * lanes)))
+        value = code.larger(value.shuffled(range(lanes)), value.shuffled(range(lanes, 2 * lanes)))
     return value.lane(0).as_type(FLOAT, 0)

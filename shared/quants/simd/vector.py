@@ -287,6 +287,10 @@ class Code:
         """Of two signed integers."""
         return self.choose(left.is_less(right), left, right)
 
+    def larger(self, left: Value, right: Value) -> Value:
+        """Of two signed integers."""
+        return self.choose(left.is_less(right), right, left)
+
     # Instructions that operators do not name
 
     def fused_multiply_add(self, left: Value, right: Value, addend: Value) -> Value:
