@@ -19,12 +19,11 @@ from shared.quants.codebooks import IQ1_GRID
 from shared.quants.jit import jitable
 from shared.quants.simd.description import (
     Block,
-    GroupDescription,
+    NumberedScales,
     all_or_nothing,
     fields,
     looked_up,
     spread_bits,
-    to_floats,
 )
 from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import HALF, I8, I16, I64, Value
@@ -48,9 +47,8 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 8 * i + j, sub_scale * (np.float32(IQ1_GRID[entry, j]) + shift))
 
 
-class _Groups(GroupDescription):
+class _Groups(NumberedScales):
     # In eighths, so that the shift is a whole number.
-    scale_size = 16
     smallest_code, largest_code = -9, 9
 
     def codes(self, block: Block, group: int) -> Value:
@@ -62,14 +60,16 @@ class _Groups(GroupDescription):
         is_down = spread_bits(code, all_or_nothing([b >> 3 for b in high]))
         return (values << 3) + code.choose(is_down, code.splat(I8, 32, -1), code.splat(I8, 32, 1))
 
-    def scales(self, block: Block) -> Value:
-        code = block.code
+    def scale_numbers(self, block: Block) -> Value:
         words = block.words(_SCALES, 4)
-        half = fields(words.as_type(I64, 0) >> 12, 4, 4, stride=16)
+        bits = (words.repeated(4) >> block.code.constant(I16, [0, 3, 6, 9] * 4)) & 7
+        return (bits << 1) + 1
+
+    def unit(self, block: Block) -> Value:
+        words = block.quad_word(_SCALES) >> 12
+        half = fields(words, 4, 4, stride=16)
         bits = (half[0] | half[1] << 4 | half[2] << 8 | half[3] << 12).truncated(I16)
-        scale = bits.as_type(HALF, 0).to_float() * 0.125
-        sub = (words.repeated(4) >> code.constant(I16, [0, 3, 6, 9] * 4)) & 7
-        return (to_floats(sub) * 2.0 + 1.0) * scale.broadcast(16)
+        return bits.as_type(HALF, 0).to_float() * 0.125
 
 
 _TYPE = tensor_type_named("IQ1_M")

@@ -18,16 +18,15 @@ from shared.quants.codebooks import IQ2_S_GRID, SIGNS
 from shared.quants.jit import jitable
 from shared.quants.simd.description import (
     Block,
-    GroupDescription,
+    NumberedScales,
     fields,
     interleaved_nibbles,
     looked_up,
     negated_where,
     spread_bits,
-    to_floats,
 )
 from shared.quants.simd.multiply import QuantisedWays
-from shared.quants.simd.vector import I64, Value
+from shared.quants.simd.vector import I16, I64, Value
 
 _LOW_BITS, _SIGNS, _HIGH_BITS, _SCALES = 2, 34, 66, 74
 
@@ -45,8 +44,7 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 8 * i + j, sub_scale * np.float32(IQ2_S_GRID[entry, j]) * SIGNS[signs, j])
 
 
-class _Groups(GroupDescription):
-    scale_size = 16
+class _Groups(NumberedScales):
     smallest_code, largest_code = -43, 43
 
     def codes(self, block: Block, group: int) -> Value:
@@ -58,9 +56,12 @@ class _Groups(GroupDescription):
         signs = spread_bits(code, block.double_word(_SIGNS + 4 * group))
         return negated_where(code, signs, magnitudes)
 
-    def scales(self, block: Block) -> Value:
-        bits = to_floats(interleaved_nibbles(block.bytes(_SCALES, 8)))
-        return (bits + 0.5) * (block.half(0) * 0.25).broadcast(16)
+    def scale_numbers(self, block: Block) -> Value:
+        bits = interleaved_nibbles(block.bytes(_SCALES, 8)).zero_extended(I16)
+        return (bits << 1) + 1
+
+    def unit(self, block: Block) -> Value:
+        return block.half(0) * 0.125
 
 
 _TYPE = tensor_type_named("IQ2_S")

@@ -18,16 +18,15 @@ from shared.quants.codebooks import EVEN_SIGNS, IQ2_XS_GRID
 from shared.quants.jit import jitable
 from shared.quants.simd.description import (
     Block,
-    GroupDescription,
+    NumberedScales,
     bits_of_bytes,
     even_parity,
     interleaved_nibbles,
     looked_up,
     negated_where,
-    to_floats,
 )
 from shared.quants.simd.multiply import QuantisedWays
-from shared.quants.simd.vector import I8, Value
+from shared.quants.simd.vector import I8, I16, Value
 
 _CODES, _SCALES = 2, 66
 
@@ -45,8 +44,7 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 8 * i + j, sub_scale * magnitude * EVEN_SIGNS[signs, j])
 
 
-class _Groups(GroupDescription):
-    scale_size = 16
+class _Groups(NumberedScales):
     smallest_code, largest_code = -43, 43
 
     def codes(self, block: Block, group: int) -> Value:
@@ -58,9 +56,12 @@ class _Groups(GroupDescription):
         signs = even_parity(code, (block.words(_CODES + 8 * first, 16) >> 9).truncated(I8))
         return negated_where(code, bits_of_bytes(code, signs, 4 * (group - first)), magnitudes)
 
-    def scales(self, block: Block) -> Value:
-        bits = to_floats(interleaved_nibbles(block.bytes(_SCALES, 8)))
-        return (bits + 0.5) * (block.half(0) * 0.25).broadcast(16)
+    def scale_numbers(self, block: Block) -> Value:
+        bits = interleaved_nibbles(block.bytes(_SCALES, 8)).zero_extended(I16)
+        return (bits << 1) + 1
+
+    def unit(self, block: Block) -> Value:
+        return block.half(0) * 0.125
 
 
 _TYPE = tensor_type_named("IQ2_XS")

@@ -14,9 +14,9 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
-from shared.quants.simd.description import Block, GroupDescription, bits_for_pair, to_floats
+from shared.quants.simd.description import Block, NumberedScales, bits_for_pair, to_floats
 from shared.quants.simd.multiply import QuantisedWays
-from shared.quants.simd.vector import Value
+from shared.quants.simd.vector import I16, Value
 
 _CODES, _SCALE, _MINIMUM = 16, 80, 82
 
@@ -34,8 +34,7 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 16 * sub + j, sub_scale * np.float32(code) - sub_minimum)
 
 
-class _Groups(GroupDescription):
-    scale_size = 16
+class _Groups(NumberedScales):
     smallest_code, largest_code = 0, 3
     has_minimums = True
 
@@ -47,8 +46,11 @@ class _Groups(GroupDescription):
         shift = group % 4 * 2
         return bits_for_pair(block.bytes(_CODES + 32 * (group // 4), 32), shift, shift + 2) & 3
 
-    def scales(self, block: Block) -> Value:
-        return to_floats(block.bytes(0, 16) & 15) * block.half(_SCALE).broadcast(16)
+    def scale_numbers(self, block: Block) -> Value:
+        return (block.bytes(0, 16) & 15).zero_extended(I16)
+
+    def unit(self, block: Block) -> Value:
+        return block.half(_SCALE)
 
     def minimums(self, block: Block) -> Value:
         return to_floats(block.bytes(0, 16) >> 4) * block.half(_MINIMUM).broadcast(16)

@@ -16,9 +16,9 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
-from shared.quants.simd.description import Block, GroupDescription, bits_for_pair, nibbles
+from shared.quants.simd.description import Block, NumberedScales, bits_for_pair, nibbles
 from shared.quants.simd.multiply import QuantisedWays
-from shared.quants.simd.vector import I32, Value
+from shared.quants.simd.vector import I16, Value
 
 _CODES, _SCALES, _SCALE = 32, 96, 108
 
@@ -38,8 +38,7 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 16 * sub + j, sub_scale * (low_bits - offset))
 
 
-class _Groups(GroupDescription):
-    scale_size = 16
+class _Groups(NumberedScales):
     smallest_code, largest_code = -4, 3
 
     def codes(self, block: Block, group: int) -> Value:
@@ -54,12 +53,14 @@ class _Groups(GroupDescription):
         high = bits_for_pair(block.bytes(0, 32), group, group + 1) & 1
         return (low | high << 2) - 4
 
-    def scales(self, block: Block) -> Value:
+    def scale_numbers(self, block: Block) -> Value:
         low = nibbles(block.bytes(_SCALES, 8))
         packed = block.bytes(_SCALES + 8, 4)
         high = (packed.joined(packed >> 2)).joined((packed >> 4).joined(packed >> 6)) & 3
-        bits = (low | high << 4) - 32
-        return bits.sign_extended(I32).to_float() * block.half(_SCALE).broadcast(16)
+        return ((low | high << 4) - 32).sign_extended(I16)
+
+    def unit(self, block: Block) -> Value:
+        return block.half(_SCALE)
 
 
 _TYPE = tensor_type_named("Q3_K")

@@ -15,9 +15,9 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
-from shared.quants.simd.description import Block, GroupDescription, bits_for_pair
+from shared.quants.simd.description import Block, NumberedScales, bits_for_pair
 from shared.quants.simd.multiply import QuantisedWays
-from shared.quants.simd.vector import I32, Value
+from shared.quants.simd.vector import I16, Value
 
 _HIGH_BITS, _SCALES, _SCALE = 128, 192, 208
 
@@ -36,8 +36,7 @@ def decode_block(raw: Bytes, at: int, out: Floats, start: int) -> None:
             put(out, start + 16 * sub + j, sub_scale * (np.float32(low | high << 4) - np.float32(32)))
 
 
-class _Groups(GroupDescription):
-    scale_size = 16
+class _Groups(NumberedScales):
     smallest_code, largest_code = -32, 31
 
     def codes(self, block: Block, group: int) -> Value:
@@ -55,9 +54,11 @@ class _Groups(GroupDescription):
         high = bits_for_pair(block.bytes(_HIGH_BITS + 32 * half, 32), 2 * k, 2 * k + 2) & 3
         return (low | high << 4) - 32
 
-    def scales(self, block: Block) -> Value:
-        scales = block.bytes(_SCALES, 16).sign_extended(I32).to_float()
-        return scales * block.half(_SCALE).broadcast(16)
+    def scale_numbers(self, block: Block) -> Value:
+        return block.bytes(_SCALES, 16).sign_extended(I16)
+
+    def unit(self, block: Block) -> Value:
+        return block.half(_SCALE)
 
 
 _TYPE = tensor_type_named("Q6_K")

@@ -116,9 +116,9 @@ class GroupDescription(ABC):
     def codes(self, block: Block, group: int) -> Value:
         """Signed codes of weights 32 * group and on: 32 bytes."""
 
-    @abstractmethod
     def scales(self, block: Block) -> Value:
         """The factors: a float scalar where one serves the block, else a vector of them."""
+        raise NotImplementedError
 
     # Two groups to a register, where it has room: by default neighbours, one's weights after the other's.
     # A format overrides this where its bytes are closer to another order. The halves of a group, its weights
@@ -219,3 +219,21 @@ def all_or_nothing(bits: Sequence[Value]) -> Value:
     """Four bits, each eight times, as an int32."""
     spread = bits[0] | bits[1] << 8 | bits[2] << 16 | bits[3] << 24
     return (spread * 255).truncated(I32)
+
+
+class NumberedScales(GroupDescription):
+    """A format whose scales are whole numbers of 16 weights each, times one unit for the block."""
+
+    scale_size = 16
+
+    @abstractmethod
+    def scale_numbers(self, block: Block) -> Value:
+        """One for each 16 weights: signed 16-bit integers."""
+
+    @abstractmethod
+    def unit(self, block: Block) -> Value:
+        """What they count, a float."""
+
+    def scales(self, block: Block) -> Value:
+        numbers = self.scale_numbers(block)
+        return numbers.sign_extended(I32).to_float() * self.unit(block).broadcast(numbers.lanes)

@@ -40,9 +40,12 @@ class ByteDots:
 
     def widen(self, pairs: Value) -> Value:
         """Neighbouring 16-bit sums added, in 32 bits (AVX2)."""
-        ones = self._code.splat(I16, 2 * self._lanes, 1)
+        return self.scaled(pairs, self._code.splat(I16, 2 * self._lanes, 1))
+
+    def scaled(self, pairs: Value, numbers: Value) -> Value:
+        """16-bit sums times a number each, neighbours added, in 32 bits (AVX2)."""
         result = vector_type(I32, self._lanes)
-        return self._code.intrinsic("llvm.x86.avx2.pmadd.wd", result, pairs, ones)
+        return self._code.intrinsic("llvm.x86.avx2.pmadd.wd", result, pairs, numbers)
 
     def add_signed(self, sums: Value, weights: Value, x: Value) -> Value:
         """sums + products of two signed bytes each; x must not be -128 (256-bit vectors)."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from shared.gguf.types import TensorType
 from shared.quants.matrix import HALF_GROUP
-from shared.quants.simd.description import GROUP, Block, Blocks, GroupDescription
+from shared.quants.simd.description import GROUP, Block, Blocks, GroupDescription, NumberedScales
 from shared.quants.simd.registers import LARGEST_NARROW_CODE, ByteDots
-from shared.quants.simd.vector import FLOAT, I8, Code, Value, Variable
+from shared.quants.simd.vector import FLOAT, I8, I16, Code, Value, Variable
 
 _GROUP_LANES = 8
 # Sums of products in turn, so that one addition need not wait for the one before.
@@ -163,6 +163,9 @@ class RowKernel:
         if shift is not None:
             for token, sums in zip(tokens, totals, strict=True):
                 self._take_off(shift, token, sums)
+        if self._scales_numbers:
+            self._write_numbered(block, num_groups, tokens, totals, spare)
+            return
         x_scales = [code.load(FLOAT, num_groups, token.scales) for token in tokens]
         if not factors.lanes:
             factors = factors.broadcast(1)
@@ -182,6 +185,42 @@ class RowKernel:
                     factor = self._spread(combined[number], halves, per_group)
                 total = sums[place % len(sums)]
                 total.set(code.fused_multiply_add(dot, factor, total.get()))
+
+    @property
+    def _scales_numbers(self) -> bool:
+        """Whether products are scaled as 16-bit integers, which on AVX2 costs no more than adding them up."""
+        return isinstance(self._description, NumberedScales) and not self._dots.has_vnni
+
+    def _write_numbered(
+        self,
+        block: Block,
+        num_groups: int,
+        tokens: list[Inputs],
+        totals: list[list[Variable]],
+        spare: Value,
+    ) -> None:
+        """The products of one block, by way of its scales' numbers."""
+        code, description = self._code, self._description
+        assert isinstance(description, NumberedScales)
+        unit = description.unit(block).broadcast(num_groups)
+        for number, token in enumerate(tokens):
+            x_scales = code.load(FLOAT, num_groups, token.scales)
+            code.store(unit * x_scales, spare + 64 * number, align=4)
+        numbers = description.scale_numbers(block)
+        halves = [numbers.shuffled([*range(first, first + 8)] * 2) for first in (0, 8)]
+        for group in range(num_groups):
+            codes = description.codes(block, group) + self._bias
+            # In both halves of the register the same eight numbers: of those, one for each half.
+            places = [
+                2 * (2 * group % 8 + half) + byte for half in (0, 1) for _ in range(8) for byte in (0, 1)
+            ]
+            spread = code.bytes_shuffled(halves[group // 4].as_type(I8, 32), places).as_type(I16, 16)
+            for number, (token, sums) in enumerate(zip(tokens, totals, strict=True)):
+                activations = code.load(I8, GROUP, token.codes + group * GROUP)
+                dot = self._dots.scaled(self._dots.pairs(codes, activations), spread).to_float()
+                factor = code.load(FLOAT, 0, spare + (64 * number + 4 * group), align=4)
+                total = sums[group % len(sums)]
+                total.set(code.fused_multiply_add(dot, factor.broadcast(self._lanes), total.get()))
 
     def _registers(self, blocks: list[Block], num_groups: int) -> Iterator[tuple[Value, list[int]]]:
         """Codes of a round, register by register, made unsigned, and the halves of groups they belong to."""

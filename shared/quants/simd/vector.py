@@ -22,6 +22,13 @@ from shared.quants.simd.instruction_set import InstructionSet
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 HALF, FLOAT, DOUBLE, VOID = ir.HalfType(), ir.FloatType(), ir.DoubleType(), ir.VoidType()
 
+# By the number of bytes.
+_SHUFFLES = {
+    16: "llvm.x86.ssse3.pshuf.b.128",
+    32: "llvm.x86.avx2.pshuf.b",
+    64: "llvm.x86.avx512.pshuf.b.512",
+}
+
 Operand = Union["Value", int, float]
 
 
@@ -323,14 +330,12 @@ class Code:
 
     def look_up(self, table: Sequence[int], index: Value) -> Value:
         """16-entry table of bytes: table[index] in each lane, an index of 0..15."""
-        lanes = index.lanes
-        entries = self.constant(I8, list(table) * (lanes // 16))
-        name = {
-            16: "llvm.x86.ssse3.pshuf.b.128",
-            32: "llvm.x86.avx2.pshuf.b",
-            64: "llvm.x86.avx512.pshuf.b.512",
-        }[lanes]
-        return self.intrinsic(name, index.ir.type, entries, index)
+        entries = self.constant(I8, list(table) * (index.lanes // 16))
+        return self.intrinsic(_SHUFFLES[index.lanes], index.ir.type, entries, index)
+
+    def bytes_shuffled(self, values: Value, places: Sequence[int]) -> Value:
+        """Each byte from a place (0 to 15) of its own 16 bytes: one instruction, and never another."""
+        return self.intrinsic(_SHUFFLES[values.lanes], values.ir.type, values, self.constant(I8, places))
 
     def _pointer(self, address: Value, kind: ir.Type) -> Any:
         return self.builder.inttoptr(address.ir, ir.PointerType(kind))
