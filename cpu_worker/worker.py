@@ -13,7 +13,7 @@ from shared.process import ProcessContext
 from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
 from shared.tensor_catalog import check_tensors
-from shared.topology import cpu_set
+from shared.topology import cpu_set, num_threads_on
 from shared.work_slots import ExpertHeader, expert_ring
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class CpuWorker:
         )
         layers = [ExpertLayer(context.model, layer) for layer in range(model_config.num_layers)]
         cpus = self._cpus()
-        team = Team(config.pool_workers or len(cpus), cpus)
+        team = Team(config.pool_workers or num_threads_on(cpus), cpus)
         _log.info(
             "computes experts on CPUs %s with %d threads and %s kernels", cpus, team.num_threads, kernels
         )

@@ -6,8 +6,11 @@ nobody spins, since the core a spinner burns is the one its peer needs.
 """
 
 import functools
+import math
 import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from threadpoolctl import ThreadpoolController
 
@@ -28,9 +31,32 @@ def usable_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
+def num_threads_on(cpus: Sequence[int]) -> int:
+    """How many threads keep these CPUs busy: one each, but not more than the CPU time that a container's
+    limit grants, since threads beyond that only wait for each other."""
+    granted = cpu_quota()
+    return len(cpus) if granted is None else max(1, min(len(cpus), math.ceil(granted)))
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """The CPU seconds per second that the control group grants this process (`docker run --cpus`), None where
+    it sets no limit. What the file system of another version says is looked for too."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int((root / "cpu" / "cpu.cfs_quota_us").read_text())
+        period_us = int((root / "cpu" / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return quota_us / period_us if quota_us > 0 and period_us > 0 else None
+
+
 def spin_time_s() -> float:
     """How long a process may spin for an answer from another before it sleeps."""
-    return _SPIN_S if len(usable_cpus()) >= _MIN_CPUS_TO_DIVIDE else 0.0
+    return _SPIN_S if num_threads_on(usable_cpus()) >= _MIN_CPUS_TO_DIVIDE else 0.0
 
 
 def cpu_set(setting: str, *, flag: str, second_half: bool) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
 from shared.quants import BlockFormat
 from shared.tensor_catalog import ExpectedTensor, TensorClass
-from shared.topology import usable_cpus
+from shared.topology import num_threads_on, usable_cpus
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def choose_torch_device(setting: str) -> torch.device:
 
 def open_device(torch_device: torch.device, model: GGUFModel, num_threads: int) -> Device:
     """The device with the model's weights on it. `num_threads` 0 is one per usable CPU."""
-    num_threads = num_threads or len(usable_cpus())
+    num_threads = num_threads or num_threads_on(usable_cpus())
     if torch_device.type == "cpu":
         _log.info("the model runs on the CPU with %d threads", num_threads)
         return CpuDevice(model, num_threads)

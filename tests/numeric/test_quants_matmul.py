@@ -136,6 +136,19 @@ def test_floats_of_any_width(name: str, width: int, instructions: InstructionSet
 
 
 @every_kernel
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if tensor_type_named(name).block_size > 1])
+def test_narrow_rows(name: str, instructions: InstructionSet | None) -> None:
+    """From one block on: as many blocks as do not come out even with what a register holds, or a round."""
+    size = tensor_type_named(name).block_size
+    for width in (size, 2 * size, 3 * size, 5 * size):
+        raw = random_rows(name, 5, width, seed=11)
+        for num_tokens in (1, 2, 3, 5, 8, 11):
+            x = activations(num_tokens, width)
+            out, used = multiply(name, instructions, raw, x)
+            assert_product(out, used, x, dequantize(name, raw))
+
+
+@every_kernel
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "IQ2_XS", "Q2_0", "BF16"])
 def test_real_widths(name: str, instructions: InstructionSet | None) -> None:
     """Rows of an expert, and of a hyper-connection, the widest there are."""

@@ -117,9 +117,7 @@ def test_types_with_kernels() -> None:
 def test_rows_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels have no room for a tile of them."""
     monkeypatch.setattr(tensor_catalog, "MAX_WIDTH", 63)
-    with pytest.raises(
-        UnsupportedModelError, match=r"tiny\.gguf: the rows of tensor \S+ have \d+ .*most 63"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"tiny\.gguf: the rows of tensor \S+ have \d+ .*most 63"):
         check(tiny_model(), tmp_path)
 
 

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from shared import topology
 from shared.errors import ConfigError
-from shared.topology import cpu_set, spin_time_s, usable_cpus
+from shared.topology import cpu_quota, cpu_set, num_threads_on, spin_time_s, usable_cpus
 
 Machine = Callable[[set[int]], None]
 
@@ -100,3 +102,32 @@ def test_backward_cpus(machine: Machine) -> None:
     machine(set(range(4)))
     with pytest.raises(ConfigError, match="--stager-cpus is '0,3-1'; the CPUs 3-1 run backwards"):
         cpu_set("0,3-1", flag="--stager-cpus", second_half=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "granted"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "nonsense"}, None),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
+    ],
+)
+def test_limit_of_a_container(files: dict[str, str], granted: float | None, tmp_path: Path) -> None:
+    """Both versions of control groups."""
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content + "\n")
+    assert cpu_quota(tmp_path) == granted
+
+
+@pytest.mark.parametrize(("granted", "num_threads"), [(None, 8), (16.0, 8), (2.0, 2), (1.5, 2), (0.5, 1)])
+def test_threads_within_the_limit(
+    granted: float | None, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with a share of a large machine is not given a thread for each of its CPUs."""
+    monkeypatch.setattr(topology, "cpu_quota", lambda: granted)
+    assert num_threads_on(range(8)) == num_threads

@@ -89,8 +89,8 @@ class RowKernel:
         return self._description.scale_size >= GROUP
 
     def input_bytes(self, width: Value) -> Value:
-        """What `write_inputs` writes for a token."""
-        return width + (width >> 3)
+        """What `write_inputs` writes for a token, in whole cache lines."""
+        return (width + (width >> 3) + 63) & -64
 
     def write_inputs(self, width: Value, codes: Value, scales: Value, sums: Value, to: Value) -> Inputs:
         """Copies one token's codes, signed and in the order in which rows are decoded, and adds up its sums
