@@ -82,7 +82,8 @@ class ExpertLayer:
             reads_codes=int(any(of_x)),
             rounds_h=int(quants.uses_codes(self._down.format)),
         )
-        self._address = address_of(self._record)
+        self.address = address_of(self._record)
+        """Of the layer's record, for native code."""
         self._compute = compute()
 
     def compute(
@@ -107,9 +108,7 @@ class ExpertLayer:
         num_bytes = max(team.workspace_bytes, SMALLEST_MEMORY)
         while True:
             memory = team.workspace(num_bytes)
-            result = self._compute(
-                self._address, team.address, memory, num_bytes, x, expert_ids, weights, out
-            )
+            result = self._compute(self.address, team.address, memory, num_bytes, x, expert_ids, weights, out)
             if result < 0:
                 raise ValueError(f"expert {-1 - result} of {self._num_experts}")
             if result < TOO_LITTLE_MEMORY:

@@ -316,7 +316,8 @@ def _write_entries(memory: int, layer_address: int, num_waves: int, threads: int
     return entry, cost_ns
 
 
-def _compute(
+@jitable
+def compute_layer(
     layer_address: int,
     team: int,
     memory: int,
@@ -326,6 +327,14 @@ def _compute(
     route_weights: Any,
     out: Any,
 ) -> int:
+    """Native: computes a layer's experts for all tokens of a step.
+
+    Addresses of a LAYER, of a team (`Team.address`) and of at least SMALLEST_MEMORY bytes, 64-byte aligned;
+    x float32 [tokens, hidden], expert_ids int32 [tokens, chosen], weights float32 [tokens, chosen] and out
+    float32 [tokens, hidden], all C-contiguous. Returns the number of experts computed; or, having written
+    nothing to `out`, -1 - expert where that one does not exist, and TOO_LITTLE_MEMORY + the bytes it needs
+    where there are fewer.
+    """
     layer = layer_at(layer_address)
     num_tokens, num_chosen = expert_ids.shape
     needed_bytes = _lay_out(memory, layer_address, num_tokens, num_chosen)
@@ -351,16 +360,22 @@ def _compute(
     return num_groups
 
 
+def _compute(
+    layer: int,
+    team: int,
+    memory: int,
+    memory_bytes: int,
+    x: Any,
+    expert_ids: Any,
+    route_weights: Any,
+    out: Any,
+) -> int:
+    return compute_layer(layer, team, memory, memory_bytes, x, expert_ids, route_weights, out)
+
+
 @functools.cache
 def compute() -> Compute:
-    """Native: `compute(layer, team, memory, memory_bytes, x, expert_ids, weights, out)`.
-
-    Addresses of a LAYER, of a team (`Team.address`) and of at least SMALLEST_MEMORY bytes, 64-byte aligned;
-    x float32 [tokens, hidden], expert_ids int32 [tokens, chosen], weights float32 [tokens, chosen] and out
-    float32 [tokens, hidden], all C-contiguous. Returns the number of experts computed; or, having written
-    nothing to `out`, -1 - expert where that one does not exist, and TOO_LITTLE_MEMORY + the bytes it needs
-    where there are fewer.
-    """
+    """`compute_layer` as a function for Python."""
     floats = types.Array(types.float32, 2, "C", readonly=True)
     ids = types.Array(types.int32, 2, "C", readonly=True)
     out = types.Array(types.float32, 2, "C")

@@ -5,6 +5,7 @@ import os
 import time
 
 from cpu_worker.expert_layer import ExpertLayer, formats_of
+from cpu_worker.native_slots import NativeExperts
 from shared import quants
 from shared.config import CpuWorkerConfig
 from shared.model_config import read_model_config
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExpertService:
-    """Serves the slots of the expert ring."""
+    """Serves the slots of the expert ring, one at a time."""
 
     def __init__(self, layers: list[ExpertLayer], team: Team) -> None:
         self._layers = layers
@@ -69,6 +70,7 @@ class CpuWorker:
         return RingWork(
             shape=lambda max_tokens: expert_ring(model_config, max_tokens),
             serve=ExpertService(layers, team),
+            native=NativeExperts(layers, team),
             close=team.close,
             capabilities={"kernels": kernels},
         )

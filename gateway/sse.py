@@ -6,6 +6,7 @@ out now and then: proxies and clients drop connections that look dead.
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,7 +26,7 @@ class EventStream:
 
     def __init__(self, response: web.StreamResponse) -> None:
         self.response = response
-        self._written = asyncio.Event()
+        self._written_at = time.monotonic()
 
     async def send(self, payload: Any) -> None:
         """One event with a JSON body."""
@@ -38,16 +39,16 @@ class EventStream:
     async def keep_alive(self, interval_s: float) -> None:
         """Sends a comment whenever nothing was sent for `interval_s`; runs until cancelled."""
         while True:
-            self._written.clear()
-            try:
-                async with asyncio.timeout(interval_s):
-                    await self._written.wait()
-            except TimeoutError:
+            # Not woken by what is sent: that would be a change of tasks for every token.
+            rest_s = self._written_at + interval_s - time.monotonic()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+            else:
                 await self._write(": still working\n\n")
 
     async def _write(self, text: str) -> None:
         await self.response.write(text.encode("utf-8"))
-        self._written.set()
+        self._written_at = time.monotonic()
 
 
 @asynccontextmanager

@@ -1,25 +1,33 @@
 """The way to n-gram features: windows of token ids go to the stager through its ring, features come back."""
 
 import time
+from array import array
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.errors import GenerationError
 from shared.ring import RingClient
 from shared.run_directory import Role
 from shared.work_slots import NgramHeader
 
 
 class StagedFeatures:
-    """Asks the stager for the features of a step and collects them when their layer is reached."""
+    """Asks the stager for the features of a step and collects them when their layer is reached.
+
+    Where layers are computed in machine code, that collects them, given `native_way` and `ticket`; `failure`
+    is then what its wait has ended with.
+    """
 
     def __init__(self, ring: RingClient, torch_device: torch.device, timeout_s: float) -> None:
         self._ring = ring
+        self.native_way = array("l", [ring.address, ring.offsets["features"], round(timeout_s * 1e9)])
+        """The ring's address, where the features of its slots begin, and the longest wait in ns."""
         self._device = torch_device
         self._timeout_s = timeout_s
-        self._ticket = 0
+        self.ticket = 0
         self._num_tokens = 0
         # Seconds spent waiting since the start; the caller takes differences.
         self.waited_s = 0.0
@@ -30,7 +38,11 @@ class StagedFeatures:
         self._num_tokens = len(windows)
         slot["header"][NgramHeader.NUM_TOKENS] = self._num_tokens
         slot["windows"][: len(windows)] = windows
-        self._ticket = self._ring.submit()
+        self.ticket = self._ring.submit()
+
+    def failure(self) -> GenerationError:
+        """What `collect` would raise, where the wait for the ticket has ended without a result."""
+        return self._ring.failure(self.ticket, self._timeout_s, Role.STAGER)
 
     def collect(self) -> Tensor:
         """The features [tokens, feature width], a view that is valid until the slot is next filled.
@@ -38,7 +50,7 @@ class StagedFeatures:
         Raises WorkerFailedError, StepStalledError or SlotError.
         """
         started = time.perf_counter()
-        slot = self._ring.wait(self._ticket, self._timeout_s, Role.STAGER)
+        slot = self._ring.wait(self.ticket, self._timeout_s, Role.STAGER)
         self.waited_s += time.perf_counter() - started
         features = torch.from_numpy(slot["features"][: self._num_tokens])
         return features if self._device.type == "cpu" else features.to(self._device)

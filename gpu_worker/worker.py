@@ -134,10 +134,11 @@ class GpuWorker:
             for expected in expected_tensors(self._config, context.model)
             if expected.tensor_class not in _NOT_OURS and expected.name in context.model
         ]
-        multiplied, decoded = formats_of(self._torch_device, context.model, tensors)
+        multiplied, decoded, gathered = formats_of(self._torch_device, context.model, tensors)
         quants.warm(
             multiplied,
             decoded,
+            gathered,
             lambda done, total, name: context.report(f"compiling {name}", 0.5 * done / total),
         )
         self._device = open_device(self._torch_device, context.model, context.config.threads)

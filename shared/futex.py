@@ -21,6 +21,9 @@ class _Timespec(ctypes.Structure):
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
+# To wake others takes no time, so the GIL is kept: whoever lets it go may wait long to have it back.
+_syscall_with_gil = ctypes.PyDLL(None).syscall
+_syscall_with_gil.restype = ctypes.c_long
 
 
 def _futex_number() -> int:
@@ -51,4 +54,4 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 def wake(address: int) -> None:
     """Wakes everyone who waits on the word at `address`."""
-    _syscall(_futex_number(), ctypes.c_void_p(address), _FUTEX_WAKE, _EVERYONE, None, None, 0)
+    _syscall_with_gil(_futex_number(), ctypes.c_void_p(address), _FUTEX_WAKE, _EVERYONE, None, None, 0)

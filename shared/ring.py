@@ -2,7 +2,8 @@
 
 ::
 
-    segment:  | submitted u64 | completed u64 | in use u64 | slot 0 | slot 1 | ...   slot: the caller's arrays
+    segment:  | submitted | completed | server sleeps | client sleeps | in use | slot 0 | slot 1 | ...
+    slot:     | the caller's arrays | error |                                      the words are u64
 
     client                                     server
     ------                                     ------
@@ -15,11 +16,16 @@
 The two counters only grow, and each has a single writer. A slot belongs to the client until `submitted`
 passes it and again once `completed` has; in between it is the server's. Slots complete in order.
 
+Each side says in a word of its own when it sleeps in the kernel, so that the other one need not wake it
+otherwise (`shared.native.ring`, which is also how machine code serves and submits; both ways may take turns,
+on either side).
+
 `in use` is set by the client while more submissions are to be expected: a server that is asked to leave waits
 for it to be 0.
 
-The counters are plain aligned 64-bit stores and loads through a memoryview. That is enough on x86-64, where
-stores become visible in program order; the package refuses to start elsewhere (see `shared.process`).
+In Python the counters are plain aligned 64-bit stores and loads through a memoryview. That is enough on
+x86-64, where stores become visible in program order; the package refuses to start elsewhere (see
+`shared.process`).
 
 Waiting: spin for `spin_s` looking at the counter, which answers within 2 us, then sleep in the kernel until
 woken. Spinning only pays where the other side has a core of its own, so it is chosen from the CPU count.
@@ -31,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -39,12 +45,17 @@ from numpy.typing import DTypeLike, NDArray
 from shared import futex
 from shared.arena import Segment, SegmentDescriptor, SegmentLayout
 from shared.errors import GenerationError, StepStalledError
+from shared.native.records import Record, record
+from shared.native.ring import INTERRUPT, RING, serve_kernel
+from shared.native.task import address_of
 
 _log = logging.getLogger(__name__)
 
 # A sleeper looks up at least this often, in case the peer died between two looks.
 _MAX_SLEEP_S = 0.05
 _SUBMITTED, _COMPLETED, _IN_USE = "submitted", "completed", "in_use"
+_SERVER_SLEEPS, _CLIENT_SLEEPS = "server_sleeps", "client_sleeps"
+_ERROR = "error"
 _ERROR_BYTES = 512
 
 Arrays = dict[str, NDArray[Any]]
@@ -62,21 +73,25 @@ class RingShape:
         fields: dict[str, tuple[DTypeLike, tuple[int, ...]]] = {
             _SUBMITTED: (np.uint64, (8,)),
             _COMPLETED: (np.uint64, (8,)),
+            _SERVER_SLEEPS: (np.uint64, (8,)),
+            _CLIENT_SLEEPS: (np.uint64, (8,)),
             _IN_USE: (np.uint64, (8,)),
         }
         for slot in range(self.num_slots):
             for name, (dtype, shape) in self.arrays.items():
                 fields[f"{slot}.{name}"] = (dtype, shape)
-            fields[f"{slot}.error"] = (np.uint8, (_ERROR_BYTES,))
+            fields[f"{slot}.{_ERROR}"] = (np.uint8, (_ERROR_BYTES,))
         return SegmentLayout(fields)
 
 
 class _Counter:
     """One of the two counters: read, write and wake, wait."""
 
-    def __init__(self, segment: Segment, name: str) -> None:
+    def __init__(self, segment: Segment, name: str, sleeps: str) -> None:
+        """`sleeps` is the word of who waits for it."""
         # An element of a memoryview reads faster than one of a numpy array: 0.8 against 1.3 us a round trip.
         self._cell = segment.arrays[name].data.cast("B").cast("Q")
+        self._sleeps = segment.arrays[sleeps].data.cast("B").cast("Q")
         self._address = segment.address(name)
 
     @property
@@ -85,10 +100,13 @@ class _Counter:
 
     def publish(self, value: int) -> None:
         self._cell[0] = value
+        # Whether anyone sleeps cannot be told here: that would need a fence between the store and the look.
         futex.wake(self._address)
 
     def sleep_while(self, value: int) -> None:
+        self._sleeps[0] = 1
         futex.wait(self._address, value & 0xFFFFFFFF, _MAX_SLEEP_S)
+        self._sleeps[0] = 0
 
     def wake(self) -> None:
         futex.wake(self._address)
@@ -96,15 +114,36 @@ class _Counter:
 
 class _RingSide:
     def __init__(self, shape: RingShape, segment: Segment, spin_s: float) -> None:
+        self.shape = shape
         self._num_slots = shape.num_slots
         self._spin_s = spin_s
         self._segment = segment
-        self._submitted = _Counter(segment, _SUBMITTED)
-        self._completed = _Counter(segment, _COMPLETED)
+        self._submitted = _Counter(segment, _SUBMITTED, _SERVER_SLEEPS)
+        self._completed = _Counter(segment, _COMPLETED, _CLIENT_SLEEPS)
+        names = [*shape.arrays, _ERROR]
         self._slots: list[Arrays] = [
-            {name: segment.arrays[f"{slot}.{name}"] for name in [*shape.arrays, "error"]}
-            for slot in range(shape.num_slots)
+            {name: segment.arrays[f"{slot}.{name}"] for name in names} for slot in range(shape.num_slots)
         ]
+        addresses = {name: segment.address(f"0.{name}") for name in names}
+        first = min(addresses.values())
+        self.offsets = {name: address - first for name, address in addresses.items()}
+        """Where the arrays of a slot begin, in bytes from the slot's begin: for native code."""
+        slot_bytes = segment.address(f"1.{names[0]}") - first if shape.num_slots > 1 else 0
+        self._record = record(
+            RING,
+            submitted=segment.address(_SUBMITTED),
+            completed=segment.address(_COMPLETED),
+            server_sleeps=segment.address(_SERVER_SLEEPS),
+            client_sleeps=segment.address(_CLIENT_SLEEPS),
+            slots=first,
+            slot_bytes=slot_bytes,
+            num_slots=shape.num_slots,
+            error=self.offsets[_ERROR],
+            spin_ns=round(spin_s * 1e9),
+        )
+        self.address = address_of(self._record)
+        """Of the ring's RING: for native code (`shared.native.ring`), as long as the ring is not closed."""
+        self._interrupt = self._record.view(np.int64)[INTERRUPT // 8 :].data
 
     def _spin(self, is_done: Callable[[], bool]) -> bool:
         if self._spin_s <= 0:
@@ -154,9 +193,19 @@ class RingClient(_RingSide):
         """
         self._wait_for(ticket, timeout_s, peer)
         slot = self._slots[ticket % self._num_slots]
-        if slot["error"][0]:
-            raise SlotError(bytes(slot["error"]).split(b"\0", 1)[0].decode("utf-8", "replace"))
+        if slot[_ERROR][0]:
+            raise self._slot_failure(ticket)
         return slot
+
+    def failure(self, ticket: int, timeout_s: float, peer: str) -> GenerationError:
+        """What `wait` would raise, for native code whose wait for a ticket has ended without a result."""
+        if self._completed.value > ticket and self._slots[ticket % self._num_slots][_ERROR][0]:
+            return self._slot_failure(ticket)
+        return copy.copy(self._failure) or _stalled(timeout_s, peer)
+
+    def _slot_failure(self, ticket: int) -> "SlotError":
+        text = bytes(self._slots[ticket % self._num_slots][_ERROR])
+        return SlotError(text.split(b"\0", 1)[0].decode("utf-8", "replace"))
 
     def _wait_for(self, ticket: int, timeout_s: float, peer: str) -> None:
         if self._spin(lambda: self._completed.value > ticket):
@@ -168,10 +217,7 @@ class RingClient(_RingSide):
                 # not keep those, and their memory, alive.
                 raise copy.copy(self._failure)
             if time.monotonic() > deadline:
-                raise StepStalledError(
-                    f"the {peer} has not answered for {timeout_s:g} s; "
-                    "raise --watchdog-s if the machine is that slow"
-                )
+                raise _stalled(timeout_s, peer)
             # The value just looked at: an answer that came since then would otherwise be slept through.
             self._completed.sleep_while(completed)
 
@@ -182,6 +228,7 @@ class RingClient(_RingSide):
     def fail(self, failure: GenerationError) -> None:
         """Makes every wait, the running one too, end with `failure`. Called from any thread."""
         self._failure = failure
+        self._interrupt[0] = 1
         self._completed.wake()
 
     def close(self) -> None:
@@ -197,9 +244,16 @@ class RingServer(_RingSide):
         super().__init__(shape, Segment.attach(descriptor, shape.layout()), spin_s)
         self._stopped = threading.Event()
 
-    def serve(self, work: Callable[[Arrays], None]) -> None:
-        """Calls `work` on every submitted slot until `stop`. An exception of `work` fails its slot only."""
+    def serve(self, work: Callable[[Arrays], None], native: "NativeWork | None" = None) -> None:
+        """Calls `work` on every submitted slot until `stop`. An exception of `work` fails its slot only.
+
+        With `native`, slots are served in machine code, and only those that it leaves alone are for `work`.
+        """
         while not self._stopped.is_set():
+            if native is not None:
+                self._serve_natively(native)
+                if self._stopped.is_set():
+                    return
             number = self._completed.value
 
             def is_submitted(number: int = number) -> bool:
@@ -216,9 +270,14 @@ class RingServer(_RingSide):
                 _log.exception("the work of one slot failed")
                 # "replace", because file names in errors need not be valid text.
                 failure = f"{type(error).__name__}: {error}".encode(errors="replace")[: _ERROR_BYTES - 1]
-            slot["error"][: len(failure)] = np.frombuffer(failure, np.uint8)
-            slot["error"][len(failure) :] = 0
+            slot[_ERROR][: len(failure)] = np.frombuffer(failure, np.uint8)
+            slot[_ERROR][len(failure) :] = 0
             self._completed.publish(number + 1)
+
+    def _serve_natively(self, native: "NativeWork") -> None:
+        """Returns when it is stopped, or where the next slot is for Python."""
+        params = native.params(self)
+        serve_kernel()(self.address, native.task, address_of(params))
 
     @property
     def is_in_use(self) -> bool:
@@ -229,11 +288,28 @@ class RingServer(_RingSide):
     def stop(self) -> None:
         """Makes `serve` return soon. Called from any thread."""
         self._stopped.set()
+        self._interrupt[0] = 1
         self._submitted.wake()
 
     def close(self) -> None:
         """Lets go of the client's segment."""
         self._segment.close()
+
+
+class NativeWork(Protocol):
+    """The work of slots as machine code."""
+
+    task: int
+    """The address of a task as `shared.native.ring.serve_kernel` says."""
+
+    def params(self, server: RingServer) -> Record:
+        """Its params, as they are now, for the slots of that server; kept alive while it serves."""
+
+
+def _stalled(timeout_s: float, peer: str) -> StepStalledError:
+    return StepStalledError(
+        f"the {peer} has not answered for {timeout_s:g} s; raise --watchdog-s if the machine is that slow"
+    )
 
 
 class SlotError(GenerationError):

@@ -15,7 +15,7 @@ from functools import partial
 from shared.link import LinkClient
 from shared.messages import FromBinding, Heartbeat, Init
 from shared.process import AnyConfig, ProcessContext, ProcessState, load_in_thread
-from shared.ring import Arrays, RingServer, RingShape
+from shared.ring import Arrays, NativeWork, RingServer, RingShape
 from shared.run_directory import Role
 from shared.topology import spin_time_s
 
@@ -34,6 +34,8 @@ class RingWork:
     """Does the work of one slot; runs in the ring's thread."""
     close: Callable[[], None]
     """Ends what loading started."""
+    native: NativeWork | None = None
+    """The same as machine code, where there is any; see `RingServer.serve`."""
     capabilities: Mapping[str, int | float | str] = field(default_factory=dict)
     """What the gateway is told of the process, once it has loaded."""
 
@@ -93,7 +95,7 @@ class RingListener:
         if self._work is not None and init.segment is not None:
             shape = self._work.shape(init.ring_tokens)
             self._server = RingServer(shape, init.segment, spin_s=spin_time_s())
-            serve = partial(self._server.serve, self._work.serve)
+            serve = partial(self._server.serve, self._work.serve, self._work.native)
             self._thread = threading.Thread(target=self._run, args=(serve,), name="ring", daemon=True)
             self._thread.start()
         self._tell(ProcessState.READY, "serving")

@@ -14,6 +14,7 @@ from shared.ring_worker import RingWork, run_ring_worker
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import cpu_set
 from shared.work_slots import NgramHeader, ngram_ring
+from stager.native_slots import NativeNgrams
 from stager.ngram_hash import NgramHash
 from stager.ngram_table import NgramTable
 from stager.prefetch import PromptPrefetcher
@@ -57,13 +58,15 @@ class Stager:
         if ngram is None:
             return None
         self._context.report("compiling the decoder of the n-gram table", 0.5)
-        quants.warm([quants.block_format(model.info(NGRAM_TABLE).type.type_id)])
+        table_format = quants.block_format(model.info(NGRAM_TABLE).type.type_id)
+        quants.warm(decoded=[table_format], gathered=[table_format])
         table, ngram_hash = NgramTable(model, ngram), NgramHash(ngram)
         self._prefetcher = prefetcher = PromptPrefetcher(table, ngram_hash, ngram)
         return RingWork(
             shape=lambda max_tokens: ngram_ring(ngram, max_tokens),
             serve=NgramReader(table, ngram_hash),
             close=prefetcher.stop,
+            native=NativeNgrams(table, ngram),
         )
 
     def _hint(self, message: FromBinding) -> None:

@@ -50,9 +50,10 @@ def open_device(torch_device: torch.device, model: GGUFModel, num_threads: int) 
 
 def formats_of(
     torch_device: torch.device, model: GGUFModel, tensors: Iterable[ExpectedTensor]
-) -> tuple[set[BlockFormat], set[BlockFormat]]:
-    """The formats of tensors that the device multiplies with as they are stored, and of those it decodes."""
-    multiplied, decoded = set(), set()
+) -> tuple[set[BlockFormat], set[BlockFormat], set[BlockFormat]]:
+    """The formats of tensors that the device multiplies with as they are stored, of those it decodes, and of
+    those it takes single rows of."""
+    multiplied, decoded, gathered = set(), set(), set()
     for tensor in tensors:
         block_format = quants.block_format(model.info(tensor.name).type.type_id)
         is_matrix = len(tensor.shape) == 2 and "conv1d" not in tensor.name
@@ -61,5 +62,5 @@ def formats_of(
             continue
         multiplied.add(block_format)
         if tensor.tensor_class is TensorClass.EMBEDDING:
-            decoded.add(block_format)
-    return multiplied, decoded
+            gathered.add(block_format)
+    return multiplied, decoded, gathered

@@ -1,6 +1,7 @@
 """The CPU way of the routed experts: activations go to the cpu_worker through its ring, sums come back."""
 
 import time
+from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.errors import GenerationError
 from shared.ring import Arrays, RingClient
 from shared.run_directory import Role
 from shared.work_slots import ExpertHeader
@@ -39,11 +41,21 @@ class _Views(NamedTuple):
         )
 
 
+SLOT_ARRAYS = "header", "activations", "expert_ids", "expert_weights", "outputs"
+
+
 class CpuExperts:
-    """Submits layers to the cpu_worker's ring and collects their outputs."""
+    """Submits layers to the cpu_worker's ring and collects their outputs.
+
+    Where layers are computed in machine code, that does both too, given `native_way`; `failure` is then what
+    a wait of its has ended with.
+    """
 
     def __init__(self, ring: RingClient, torch_device: torch.device, timeout_s: float) -> None:
         self._ring = ring
+        offsets = (ring.offsets[name] for name in SLOT_ARRAYS)
+        self.native_way = array("l", [ring.address, *offsets, round(timeout_s * 1e9)])
+        """The ring's address, where the arrays of its slots begin, and the longest wait in ns."""
         self._device = torch_device
         self._is_on_cpu = torch_device.type == "cpu"
         self._timeout_s = timeout_s
@@ -76,6 +88,10 @@ class CpuExperts:
         self.waited_s += time.perf_counter() - started
         outputs = self._views_of(slot, self._num_tokens).outputs
         return outputs if self._is_on_cpu else outputs.to(self._device)
+
+    def failure(self, ticket: int) -> GenerationError:
+        """What `collect` would raise for a ticket whose wait has ended without a result."""
+        return self._ring.failure(ticket, self._timeout_s, Role.CPU_WORKER)
 
     def _views_of(self, slot: Arrays, num_tokens: int) -> _Views:
         if num_tokens != self._num_tokens:

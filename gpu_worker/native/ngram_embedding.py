@@ -3,7 +3,6 @@
 import functools
 
 import numpy as np
-from torch import Tensor
 
 from gpu_worker.model.ngram_embedding import MIN_MATCH
 from gpu_worker.native.convolution import (
@@ -17,7 +16,7 @@ from gpu_worker.native.convolution import (
 from gpu_worker.native.script import Script
 from gpu_worker.native.spans import SpanRecords, StepSpans
 from gpu_worker.native.weights import Weights
-from gpu_worker.native.workspace import Workspace, multiply
+from gpu_worker.native.workspace import Floats, Workspace, multiply
 from shared.model_config import NgramConfig, Qwen4ExpConfig
 from shared.native.arithmetic import Pointer, sigmoid, sum_of_squares
 from shared.native.memory import floats_at, integers_at
@@ -188,10 +187,14 @@ class NgramEmbedding:
         script.add(advance_histories_task(), histories, per_span=1, ns=1.0 * config.stream_width, keep=self)
         script.barrier()
 
-    def begin(self, features: Tensor) -> None:
-        """Takes the spans of the next step, and its features [tokens, feature width]."""
+    @property
+    def features(self) -> Floats:
+        """Where the features of a step go, [capacity, feature width]."""
+        return self._features.floats
+
+    def begin(self) -> None:
+        """Takes the spans of the next step."""
         for number, span in enumerate(self._step.all):
             assert span.state.ngram_conv_inputs is not None
             history = span.state.ngram_conv_inputs.data_ptr()
             self._spans.put(number, (span.start, span.num_tokens, history))
-        self._features.floats[: len(features)] = features.numpy()

@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-from gpu_worker.device.interface import RowTable
 from gpu_worker.native.workspace import Floats, Matrix
 
 
@@ -14,6 +13,3 @@ class Weights(Protocol):
 
     def floats(self, name: str) -> Floats:
         """A small tensor, decoded to float32, C-contiguous."""
-
-    def row_table(self, name: str) -> RowTable:
-        """The matrix of that name, ready to be gathered from."""

@@ -37,8 +37,11 @@ it has to be cast where it gets its name."""
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 _FUTEX = 202  # number of the system call on x86-64, the one architecture the package starts on
-# The words are private to the process, which spares the kernel the look at whose memory they are in.
+# A team's words are private to the process, which spares the kernel the look at whose memory they are in. A
+# ring's are not.
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_NS_PER_S = 1_000_000_000
 _CLOCK_MONOTONIC = 1
 
 
@@ -101,6 +104,14 @@ def _fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
+def _fence(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 def _pause(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         void = ir.FunctionType(ir.VoidType(), [])
@@ -154,6 +165,28 @@ def _futex_wake(typing_context: Any, address: Any, num_threads: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
+def _futex_wait_shared(typing_context: Any, address: Any, expected: Any, timeout_ns: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, expected, timeout_ns = args
+        time = cgutils.alloca_once(builder, _INT64, 2)  # seconds, nanoseconds
+        second = ir.Constant(_INT64, _NS_PER_S)
+        builder.store(builder.sdiv(timeout_ns, second), time)
+        nanoseconds = builder.gep(time, [ir.Constant(_INT32, 1)])
+        builder.store(builder.srem(timeout_ns, second), nanoseconds)
+        _system_call(builder, [_FUTEX, address, _FUTEX_WAIT, expected, builder.ptrtoint(time, _INT64)])
+        return context.get_dummy_value()
+
+    return types.void(*3 * (types.int64,)), generate
+
+
+def _futex_wake_shared(typing_context: Any, address: Any, num_threads: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _system_call(builder, [_FUTEX, args[0], _FUTEX_WAKE, args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
 def _clock_ns(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         time = cgutils.alloca_once(builder, _INT64, 2)  # seconds, nanoseconds
@@ -162,7 +195,7 @@ def _clock_ns(typing_context: Any) -> Any:
         builder.call(function, [ir.Constant(_INT32, _CLOCK_MONOTONIC), time])
         seconds = builder.load(time)
         nanoseconds = builder.load(builder.gep(time, [ir.Constant(_INT32, 1)]))
-        return builder.add(builder.mul(seconds, ir.Constant(_INT64, 1_000_000_000)), nanoseconds)
+        return builder.add(builder.mul(seconds, ir.Constant(_INT64, _NS_PER_S)), nanoseconds)
 
     return types.int64(), generate
 
@@ -182,6 +215,9 @@ store_shared = cast("Callable[[int, int], None]", native(_store_shared))
 fetch_add = cast("Callable[[int, int], int]", native(_fetch_add))
 """`fetch_add(address, value)`: adds to an int64 atomically; returns what it was before."""
 
+fence = cast("Callable[[], None]", native(_fence))
+"""Orders stores before it and loads after it, which x86-64 would otherwise exchange."""
+
 pause = cast("Callable[[], None]", native(_pause))
 """Says to the CPU that this thread spins."""
 
@@ -197,6 +233,14 @@ return early, so the caller looks at the word. Only threads of this process can 
 
 futex_wake = cast("Callable[[int, int], None]", native(_futex_wake))
 """`futex_wake(address, num_threads)`: wakes at most so many that wait there."""
+
+futex_wait_shared = cast("Callable[[int, int, int], None]", native(_futex_wait_shared))
+"""`futex_wait_shared(address, expected, timeout_ns)`: as `futex_wait`, for a word in memory that processes
+share; returns after `timeout_ns` at the latest, which is not negative."""
+
+futex_wake_shared = cast("Callable[[int, int], None]", native(_futex_wake_shared))
+"""`futex_wake_shared(address, num_threads)`: wakes at most so many that wait there, in whatever process, with
+`futex_wait_shared` or `shared.futex`."""
 
 clock_ns = cast("Callable[[], int]", native(_clock_ns))
 """Nanoseconds of the monotonic clock; takes about 25."""

@@ -87,7 +87,8 @@ _EVERYONE = 1 << 30
 _ALIGNMENT = 64
 
 _WORTH_WAKING_NS = 50_000
-"""Work for which one more sleeping thread is woken: it arrives after 30 to 60 us."""
+"""Work for which one more sleeping thread is woken, beyond what is done until it arrives, which takes 30 to
+60 us."""
 _WORTH_SHARING_NS = 8_000
 """Work that is shared with threads that are still awake, which costs about a microsecond."""
 _MIN_IDLE_SPIN_NS = 4_000
@@ -219,7 +220,7 @@ def run_entries(team: int, entries: int, num_entries: int, num_units: int, cost_
         return
     num_parked = load_shared(team + _NUM_PARKED)
     num_awake = load(team + _NUM_HELPERS) - num_parked
-    num_wanted = min(cost_ns // _WORTH_WAKING_NS, num_units - 1) - num_awake
+    num_wanted = min(cost_ns // _WORTH_WAKING_NS - 1, num_units - 1) - num_awake
     if num_awake == 0 and num_wanted <= 0:
         _run_alone(entries, num_entries, scratch)
         return
@@ -326,9 +327,9 @@ class Team:
     def run(self, program: Program) -> None:
         """Runs all of the program and returns when it is done.
 
-        Other threads take part where `program.cost_ns` is worth it (50 us for each that must be woken, less
-        where they are still awake). The results do not depend on that, as long as a task's do not depend on
-        the order of its items.
+        Other threads take part where `program.cost_ns` is worth it (50 us for each that must be woken, beyond
+        the first 50; less where they are still awake). The results do not depend on that, as long as a task's
+        do not depend on the order of its items.
         """
         program.ready()
         self._run(self.address, program.address, len(program.entries), program.num_units, program.cost_ns)

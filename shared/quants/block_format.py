@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from shared.gguf.types import TensorType
 from shared.quants.choice import instruction_set
-from shared.quants.kernels import Decode, DecodeBlock, compile_decode, compile_portable_multiply
+from shared.quants.kernels import (
+    Decode,
+    DecodeBlock,
+    compile_decode,
+    compile_gather,
+    compile_portable_multiply,
+)
 from shared.quants.simd.multiply import FloatWays, QuantisedWays, compile_multiply
 
 
@@ -37,6 +43,12 @@ class BlockFormat:
         if instructions is None:
             return compile_portable_multiply(self.type, self.decode_block)
         return compile_multiply(self.type, self.ways, instructions)
+
+    @functools.cached_property
+    def gather_task(self) -> int:
+        """The address of the task that decodes single rows; the first access compiles it, or loads it from
+        the cache."""
+        return compile_gather(self.type, self.decode_block)
 
     @property
     def uses_codes(self) -> bool:

@@ -56,6 +56,32 @@ def compile_decode(tensor_type: TensorType, decode_block: DecodeBlock) -> Decode
     return compile_kernel(decode, name, READONLY_BYTES, INTEGER, INTEGER, FLOATS)
 
 
+def compile_gather(tensor_type: TensorType, decode_block: DecodeBlock) -> int:
+    """The address of the gather task (`shared.native.task`), compiled or loaded from the cache; its params
+    are a `GATHERED`."""
+    block_size, block_bytes = tensor_type.block_size, tensor_type.block_bytes
+
+    def gather(params: int, start: int, stop: int, scratch: int) -> None:
+        # The fields of a GATHERED, in their order.
+        fields = carray(integers_at(params), (6,))
+        row_bytes, num_rows, num_blocks = fields[1], fields[2], fields[5]
+        width = num_blocks * block_size
+        raw = carray(bytes_at(fields[0]), (num_rows * row_bytes,))
+        numbers = integers_at(fields[3])
+        out = carray(floats_at(fields[4]), (stop * width,))
+        for item in range(start, stop):
+            number = numbers[item]
+            if number < 0 or number >= num_rows:
+                for i in range(width):
+                    out[item * width + i] = np.float32(np.nan)
+                continue
+            for block in range(num_blocks):
+                at = number * row_bytes + block * block_bytes
+                decode_block(raw, at, out, item * width + block * block_size)
+
+    return compile_task(gather, f"gather_{tensor_type.name}")
+
+
 def compile_portable_multiply(tensor_type: TensorType, decode_block: DecodeBlock) -> int:
     """The address of the multiply task (`shared.native.task`), compiled or loaded from the cache; its params
     are a `MATRIX`."""

@@ -38,3 +38,16 @@ MATRIX = np.dtype(
     ]
 )
 """Params of a format's multiply task, whose items are rows of weights."""
+
+GATHERED = np.dtype(
+    [
+        ("weights", np.int64),  # u8 [num_rows, row_bytes], blocks of the kernel's format
+        ("row_bytes", np.int64),
+        ("num_rows", np.int64),
+        ("numbers", np.int64),  # i64: which rows are wanted
+        ("out", np.int64),  # f32: each of them decoded, one after the other
+        ("num_blocks", np.int64),  # of a row
+    ]
+)
+"""Params of a format's gather task, whose items are numbers of rows. A row that does not exist decodes to
+NaN."""

@@ -21,6 +21,11 @@ def multiply_task(fmt: BlockFormat) -> int:
     return fmt.multiply_task
 
 
+def gather_task(fmt: BlockFormat) -> int:
+    """The address of the task that decodes single rows of this format; its params are a `GATHERED`."""
+    return fmt.gather_task
+
+
 def uses_codes(fmt: BlockFormat) -> bool:
     """Whether that task reads the plane's codes, so that `quantise_task` has to run before it."""
     return fmt.uses_codes

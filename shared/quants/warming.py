@@ -10,10 +10,11 @@ from shared.quants.quantising import quantise_task
 def warm(
     multiplied: Iterable[BlockFormat] = (),
     decoded: Iterable[BlockFormat] = (),
+    gathered: Iterable[BlockFormat] = (),
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
-    """Compiles what multiplies and what decodes rows of these formats (about a second each), or loads it from
-    the cache (hundredths).
+    """Compiles what multiplies, decodes and gathers rows of these formats (about a second each), or loads it
+    from the cache (hundredths).
 
     `on_progress(num_done, num_total, name)` is called after each.
     """
@@ -24,6 +25,8 @@ def warm(
             jobs["activations"] = quantise_task
     for fmt in decoded:
         jobs[f"rows of {fmt.type.name}"] = partial(getattr, fmt, "decode")
+    for fmt in gathered:
+        jobs[f"single rows of {fmt.type.name}"] = partial(getattr, fmt, "gather_task")
     for num_done, (name, compile_it) in enumerate(sorted(jobs.items()), start=1):
         compile_it()
         if on_progress is not None:

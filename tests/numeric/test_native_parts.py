@@ -420,7 +420,8 @@ def test_ngram_embedding(config: Qwen4ExpConfig, team: Team, inputs: str) -> Non
         native.build(runner.workspace, runner.spans)
         sizes = runner.begin(spans_of(lengths, got_states)[0], num_tokens)
         runner.workspace.floats("streams", width)[:] = streams.flatten(1).numpy()
-        native.begin(features)
+        native.begin()
+        native.features[:num_tokens] = features.numpy()
         runner.run(native.emit, sizes)
         assert_close(runner.workspace.floats("streams", width), expected)
         for got, want in zip(got_states, want_states, strict=True):

@@ -8,7 +8,10 @@ import pytest
 from numpy.typing import NDArray
 
 from shared.gguf.types import tensor_type_named
-from shared.quants import SUPPORTED, BlockFormat, block_format, decode_rows
+from shared.native.task import address_of
+from shared.quants import SUPPORTED, BlockFormat, block_format, decode_rows, gather_task
+from shared.quants.matrix import GATHERED
+from shared.quants.products import run_task
 from tests.support.quant_blocks import dequantize, random_rows, set_scale
 
 HALF = np.finfo(np.float16)
@@ -112,3 +115,23 @@ def test_wrong_shapes_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"float32 array \[2, 64\]"):
             decode_rows(fmt, rows, out)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["F32", "BF16", "Q8_0", "Q4_K", "IQ2_XS"])
+def test_gathering_single_rows(name: str) -> None:
+    """The task gives what rows decode to, in the order asked for; a row that is not there is NaN, whatever
+    lies in its place in memory."""
+    fmt = format_named(name)
+    width = 1024
+    raw = random_rows(name, num_rows=9, width=width, seed=1)
+    numbers = np.array([3, 0, 8, 3, -1, 9, 1 << 40, 5])
+    out = np.full((len(numbers), width), 7, np.float32)
+    params = np.zeros(1, GATHERED)
+    params["weights"], params["row_bytes"], params["num_rows"] = address_of(raw), raw.shape[1], len(raw)
+    params["numbers"], params["out"] = address_of(numbers), address_of(out)
+    params["num_blocks"] = raw.shape[1] // fmt.type.block_bytes
+    run_task(gather_task(fmt), params, 1, len(numbers))
+    assert (out[0] == 7).all(), "not asked for"
+    exists = (numbers >= 0) & (numbers < len(raw))
+    assert np.isnan(out[~exists]).all()
+    np.testing.assert_array_equal(out[exists][1:], decode_rows(fmt, raw)[numbers[exists]][1:])

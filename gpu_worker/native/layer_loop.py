@@ -1,0 +1,263 @@
+"""A step's layers as one native call: programs, and between them the experts' way through the ring.
+
+For each layer: what mixes tokens and routes; a slot of the cpu_worker's ring is filled and handed over; the
+shared expert; the wait for the slot's outputs, whose address goes into the record of the next program. Coming
+back to Python for each of that took longer than the layers of the demo model.
+
+N-gram features are collected from the stager's ring on the way. Python takes over between two layers where
+blocks have to be chosen, and where a wait has ended without a result: it knows what to raise then.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_worker.experts.cpu_way import SLOT_ARRAYS, CpuExperts
+from gpu_worker.native.workspace import Floats
+from gpu_worker.ngram_way import StagedFeatures
+from shared.native.memory import clock_ns, floats_at, ids_at, load, store
+from shared.native.program import Program
+from shared.native.records import fields, reader, record
+from shared.native.ring import (
+    ARRIVED,
+    CLIENT_SLEEPS,
+    COMPLETED,
+    ERROR,
+    NUM_SLOTS,
+    SERVER_SLEEPS,
+    SUBMITTED,
+    await_above,
+    publish,
+    slot_of,
+)
+from shared.native.task import address_of
+from shared.native.team import Team, run_entries
+from shared.quants.jit import INTEGER, compile_kernel, jitable
+from shared.work_slots import ExpertHeader
+
+# Rows of the table of layers. The last row has what follows the last layer, without experts.
+_PROGRAM = ("entries", "num_entries", "num_units", "cost_ns")
+LAYER = fields(
+    *_PROGRAM,  # from the streams to the routes
+    *(f"shared_{name}" for name in _PROGRAM),  # the shared expert
+    "has_experts",
+    "features",  # f32 [tokens, feature_width]: where n-gram features go before the layer; 0 for nowhere
+    # Where the address of the outputs of the layer before goes; 0 for none.
+    "first_pending",
+    "second_pending",
+)
+STEP = fields(
+    "team",
+    "layers",  # LAYER [num_layers + 1]
+    # What is handed over.
+    "activations",  # f32 [tokens, hidden]
+    "expert_ids",  # i32 [tokens, used]
+    "expert_weights",  # f32 [tokens, used]
+    "num_tokens",
+    "hidden",
+    "num_used",
+    # The ring, where the arrays of its slots begin, and how long it is waited for (`CpuExperts.native_way`).
+    "ring",
+    *(f"slot_{name}" for name in SLOT_ARRAYS),
+    "timeout_ns",
+    # The stager's ring, where the features of its slots begin, how long it is waited for
+    # (`StagedFeatures.native_way`), and the ticket of the step.
+    "ngram_ring",
+    "slot_features",
+    "ngram_timeout_ns",
+    "ngram_ticket",
+    "feature_width",
+    # Written by native code.
+    "outputs",  # of the last layer that was computed
+    "ticket",  # that was last waited for
+    "waited_ns",  # for outputs
+    "ngram_waited_ns",
+)
+_LAYER_BYTES = LAYER.itemsize
+_PLACES = {name: place for place, name in enumerate(STEP.names or ())}
+_NUM_TOKENS_AT, _WAY, _NGRAM_WAY = _PLACES["num_tokens"], _PLACES["ring"], _PLACES["ngram_ring"]
+_NGRAM_TICKET, _NGRAM_WAITED_NS = _PLACES["ngram_ticket"], _PLACES["ngram_waited_ns"]
+_OUTPUTS, _TICKET, _WAITED_NS = _PLACES["outputs"], _PLACES["ticket"], _PLACES["waited_ns"]
+_DONE, _EXPERTS_FAILED, _NGRAM_FAILED = range(3)
+_layer_at = reader(LAYER)
+_step_at = reader(STEP)
+_LAYER_NUMBER, _NUM_TOKENS = (8 * int(place) for place in (ExpertHeader.LAYER, ExpertHeader.NUM_TOKENS))
+
+
+@jitable
+def _hand_over(step_address: int, layer: int) -> bool:
+    """Fills the next slot; whether it is under way."""
+    step = _step_at(step_address)
+    ring, num_tokens = step.ring, step.num_tokens
+    number = load(load(ring + SUBMITTED))
+    # Normally the slot is free. After a step that failed half-way the server may still be busy with it.
+    step.ticket = number - load(ring + NUM_SLOTS)
+    if step.ticket >= 0:
+        deadline_ns = clock_ns() + step.timeout_ns
+        sleeps = load(ring + CLIENT_SLEEPS)
+        if await_above(ring, load(ring + COMPLETED), step.ticket, sleeps, deadline_ns) != ARRIVED:
+            return False
+    slot = slot_of(ring, number)
+    store(slot + step.slot_header + _LAYER_NUMBER, layer)
+    store(slot + step.slot_header + _NUM_TOKENS, num_tokens)
+    x, to_x = floats_at(step.activations), floats_at(slot + step.slot_activations)
+    for i in range(num_tokens * step.hidden):
+        to_x[i] = x[i]
+    ids, to_ids = ids_at(step.expert_ids), ids_at(slot + step.slot_expert_ids)
+    weights, to_weights = floats_at(step.expert_weights), floats_at(slot + step.slot_expert_weights)
+    for i in range(num_tokens * step.num_used):
+        to_ids[i] = ids[i]
+        to_weights[i] = weights[i]
+    step.ticket = number
+    publish(load(ring + SUBMITTED), number + 1, load(ring + SERVER_SLEEPS))
+    return True
+
+
+@jitable
+def _collect(step_address: int) -> bool:
+    """Waits for the outputs of the ticket; whether they are there."""
+    step = _step_at(step_address)
+    ring = step.ring
+    completed = load(ring + COMPLETED)
+    started = clock_ns()
+    sleeps = load(ring + CLIENT_SLEEPS)
+    end = await_above(ring, completed, step.ticket, sleeps, started + step.timeout_ns)
+    step.waited_ns += clock_ns() - started
+    if end != ARRIVED:
+        return False
+    slot = slot_of(ring, step.ticket)
+    step.outputs = slot + step.slot_outputs
+    return load(slot + load(ring + ERROR)) == 0
+
+
+@jitable
+def _collect_features(step_address: int, features: int) -> bool:
+    """Waits for the n-gram features of the step; whether they are there."""
+    step = _step_at(step_address)
+    ring = step.ngram_ring
+    completed = load(ring + COMPLETED)
+    started = clock_ns()
+    sleeps = load(ring + CLIENT_SLEEPS)
+    end = await_above(ring, completed, step.ngram_ticket, sleeps, started + step.ngram_timeout_ns)
+    step.ngram_waited_ns += clock_ns() - started
+    if end != ARRIVED:
+        return False
+    slot = slot_of(ring, step.ngram_ticket)
+    if load(slot + load(ring + ERROR)) != 0:
+        return False
+    read, written = floats_at(slot + step.slot_features), floats_at(features)
+    for i in range(step.num_tokens * step.feature_width):
+        written[i] = read[i]
+    return True
+
+
+def _run_layers(step_address: int, start: int, stop: int) -> int:
+    step = _step_at(step_address)
+    for number in range(start, stop):
+        layer = _layer_at(step.layers + number * _LAYER_BYTES)
+        if layer.features != 0 and not _collect_features(step_address, layer.features):
+            return _NGRAM_FAILED
+        if layer.first_pending != 0:
+            store(layer.first_pending, step.outputs)
+        if layer.second_pending != 0:
+            store(layer.second_pending, step.outputs)
+        run_entries(step.team, layer.entries, layer.num_entries, layer.num_units, layer.cost_ns)
+        if layer.has_experts == 0:
+            continue
+        if not _hand_over(step_address, number):
+            return _EXPERTS_FAILED
+        run_entries(
+            step.team,
+            layer.shared_entries,
+            layer.shared_num_entries,
+            layer.shared_num_units,
+            layer.shared_cost_ns,
+        )
+        if not _collect(step_address):
+            return _EXPERTS_FAILED
+    return _DONE
+
+
+@functools.cache
+def _run_layers_kernel() -> Callable[[int, int, int], int]:
+    return compile_kernel(_run_layers, "run_layers", INTEGER, INTEGER, INTEGER)
+
+
+class LayerLoop:
+    """The table of layers, and the call."""
+
+    def __init__(self, team: Team, x: Floats, expert_ids: NDArray[np.int32], expert_weights: Floats) -> None:
+        """What each layer leaves for its experts: [capacity, hidden], and [capacity, used] twice."""
+        self._kept = x, expert_ids, expert_weights
+        self._step = record(
+            STEP,
+            team=team.address,
+            activations=x,
+            expert_ids=expert_ids,
+            expert_weights=expert_weights,
+            hidden=x.shape[1],
+            num_used=expert_ids.shape[1],
+        )
+        self._words = self._step.view(np.int64).data
+        self._address = address_of(self._step)
+        self._run = _run_layers_kernel()
+
+    def set_pending(self, places: Sequence[Sequence[int]]) -> None:
+        """Makes the table. For each layer, and for what follows the last one: the addresses, two at most,
+        that the outputs before it go to."""
+        self._layers = np.zeros(len(places), LAYER)
+        for row, addresses in zip(self._layers, places, strict=True):
+            row["first_pending"], row["second_pending"] = (*addresses, 0, 0)[:2]
+        self._step["layers"] = address_of(self._layers)
+
+    def set_programs(self, number: int, program: Program, shared: Program | None) -> None:
+        """What a layer runs from now on, both as they are now; without `shared` there are no experts."""
+        row = self._layers[number]
+        program.ready()
+        for name, value in zip(_PROGRAM, _described(program), strict=True):
+            row[name] = value
+        row["has_experts"] = shared is not None
+        if shared is not None:
+            shared.ready()
+            for name, value in zip(_PROGRAM, _described(shared), strict=True):
+                row[f"shared_{name}"] = value
+
+    def set_features(self, number: int, features: Floats | None) -> None:
+        """Where n-gram features go before a layer; None where they are brought there, or there are none."""
+        self._layers[number]["features"] = 0 if features is None else address_of(features)
+        if features is not None:
+            self._step["feature_width"] = features.shape[1]
+
+    def begin(self, num_tokens: int, experts: CpuExperts, ngram: StagedFeatures | None) -> None:
+        """Begins a step whose experts and features come that way."""
+        words = self._words
+        words[_NUM_TOKENS_AT] = num_tokens
+        words[_WAY : _WAY + len(experts.native_way)] = experts.native_way
+        if ngram is not None:
+            words[_NGRAM_WAY : _NGRAM_WAY + len(ngram.native_way)] = ngram.native_way
+            words[_NGRAM_TICKET] = ngram.ticket
+
+    @property
+    def outputs(self) -> int:
+        """The address of what the experts of the last layer that was computed left, [tokens, hidden]."""
+        return self._words[_OUTPUTS]
+
+    def run(self, start: int, stop: int, experts: CpuExperts, ngram: StagedFeatures | None) -> None:
+        """Computes layers. Raises as `CpuExperts.collect` and `StagedFeatures.collect` do."""
+        words = self._words
+        words[_WAITED_NS] = words[_NGRAM_WAITED_NS] = 0
+        end = self._run(self._address, start, stop)
+        experts.waited_s += words[_WAITED_NS] * 1e-9
+        if ngram is not None:
+            ngram.waited_s += words[_NGRAM_WAITED_NS] * 1e-9
+            if end == _NGRAM_FAILED:
+                raise ngram.failure()
+        if end == _EXPERTS_FAILED:
+            raise experts.failure(words[_TICKET])
+
+
+def _described(program: Program) -> tuple[int, int, int, int]:
+    """In the order of _PROGRAM."""
+    return program.address, len(program.entries), program.num_units, program.cost_ns

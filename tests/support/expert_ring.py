@@ -1,0 +1,74 @@
+"""The experts of a model behind a real ring, served in a thread of this process."""
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cpu_worker.expert_layer import ExpertLayer
+from cpu_worker.native_slots import NativeExperts
+from cpu_worker.worker import ExpertService
+from gpu_worker.experts.cpu_way import CpuExperts
+from gpu_worker.ngram_way import StagedFeatures
+from shared.gguf.model import GGUFModel
+from shared.model_config import read_model_config
+from shared.native.team import Team
+from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
+from shared.work_slots import expert_ring, ngram_ring
+from stager.native_slots import NativeNgrams
+from stager.ngram_hash import NgramHash
+from stager.ngram_table import NgramTable
+from stager.worker import NgramReader
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def open_ring(shape: RingShape) -> Iterator[RingClient]:
+    """A ring that nobody serves yet, whose Python way does not spin."""
+    client = RingClient(shape, "test", secrets.token_hex(8), spin_s=0)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextmanager
+def served(
+    client: RingClient, work: Callable[[Arrays], None], native: NativeWork | None
+) -> Iterator[RingServer]:
+    """A server in a thread."""
+    server = RingServer(client.shape, client.descriptor, spin_s=0)
+    thread = threading.Thread(target=server.serve, args=(work, native))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join()
+        server.close()
+
+
+@contextmanager
+def served_experts(file: GGUFModel, max_tokens: int, *, natively: bool) -> Iterator[CpuExperts]:
+    """The way to a cpu_worker that computes all layers of a model."""
+    config = read_model_config(file)
+    layers, team = [ExpertLayer(file, layer) for layer in range(config.num_layers)], Team(1)
+    with open_ring(expert_ring(config, max_tokens)) as client:
+        native = NativeExperts(layers, team) if natively else None
+        with served(client, ExpertService(layers, team), native):
+            yield CpuExperts(client, CPU, 60)
+
+
+@contextmanager
+def served_features(file: GGUFModel, max_tokens: int, *, natively: bool) -> Iterator[StagedFeatures]:
+    """The way to a stager that reads a model's table."""
+    ngram = read_model_config(file).ngram
+    assert ngram is not None
+    table = NgramTable(file, ngram)
+    with open_ring(ngram_ring(ngram, max_tokens)) as client:
+        native = NativeNgrams(table, ngram) if natively else None
+        with served(client, NgramReader(table, NgramHash(ngram)), native):
+            yield StagedFeatures(client, CPU, 60)
