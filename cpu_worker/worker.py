@@ -14,7 +14,7 @@ from shared.process import ProcessContext
 from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
 from shared.tensor_catalog import check_tensors
-from shared.topology import cpu_set, num_threads_on
+from shared.topology import cpu_set, meeting_cpu, num_threads_on
 from shared.work_slots import ExpertHeader, expert_ring
 
 _log = logging.getLogger(__name__)
@@ -67,11 +67,13 @@ class CpuWorker:
         _log.info(
             "computes experts on CPUs %s with %d threads and %s kernels", cpus, team.num_threads, kernels
         )
+        meeting = meeting_cpu()
         return RingWork(
             shape=lambda max_tokens: expert_ring(model_config, max_tokens),
             serve=ExpertService(layers, team),
             native=NativeExperts(layers, team),
             close=team.close,
+            cpu=meeting if meeting in cpus else None,
             capabilities={"kernels": kernels},
         )
 

@@ -9,6 +9,7 @@ with it the process, which is then started anew.
 """
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -82,12 +83,15 @@ class Engine:
         scheduler: Scheduler,
         post: Callable[[Message], None],
         watchdog_s: float,
+        cpu: int | None = None,
     ) -> None:
+        """`cpu` is what the thread is pinned to, None for wherever the process may run."""
         self._model = model
         self._torch_device = torch_device
         self._scheduler = scheduler
         self._post = post
         self._watchdog_s = watchdog_s
+        self._cpu = cpu
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._rings: dict[Role, RingClient] = {}
         self._ways: Ways | None = None
@@ -130,6 +134,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            if self._cpu is not None:
+                os.sched_setaffinity(0, {self._cpu})
             while self._take_commands():
                 # Nothing here keeps the step's sequences: their memory is free when they have ended.
                 self._step(self._scheduler.schedule())

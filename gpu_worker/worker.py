@@ -18,6 +18,7 @@ from shared.model_config import read_model_config
 from shared.process import ProcessContext, ProcessState, load_in_thread
 from shared.run_directory import Role
 from shared.tensor_catalog import TensorClass, check_tensors, expected_tensors
+from shared.topology import meeting_cpu
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +111,14 @@ class GpuWorker:
         config = self._context.config
         model = await load_in_thread(self._load)
         scheduler = Scheduler(max_running=config.parallel, prefill_tokens=config.prefill)
-        engine = Engine(model, self._torch_device, scheduler, self._post, config.watchdog_s)
+        engine = Engine(
+            model,
+            self._torch_device,
+            scheduler,
+            self._post,
+            config.watchdog_s,
+            cpu=meeting_cpu() if self._torch_device.type == "cpu" else None,
+        )
         # The largest step has a chunk of a prompt and one token of every other sequence.
         peers = PeerListener(
             self._config,

@@ -7,6 +7,7 @@ thread ends and the ring is let go.
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class RingWork:
     """Ends what loading started."""
     native: NativeWork | None = None
     """The same as machine code, where there is any; see `RingServer.serve`."""
+    cpu: int | None = None
+    """What the ring's thread is pinned to; None for wherever the process may run."""
     capabilities: Mapping[str, int | float | str] = field(default_factory=dict)
     """What the gateway is told of the process, once it has loaded."""
 
@@ -123,6 +126,8 @@ class RingListener:
     def _run(self, serve: Callable[[], None]) -> None:
         """The ring's thread. Without it the process would look well and do nothing."""
         try:
+            if self._work is not None and self._work.cpu is not None:
+                os.sched_setaffinity(0, {self._work.cpu})
             serve()
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._break, error)

@@ -17,7 +17,7 @@ from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
 from shared.native.team import Team
 from shared.quants import BlockFormat
-from shared.topology import use_one_blas_thread
+from shared.topology import meeting_cpu, usable_cpus, use_one_blas_thread
 
 
 class CpuDevice:
@@ -26,7 +26,8 @@ class CpuDevice:
     def __init__(self, model: GGUFModel, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
         self._model = model
-        self.team = Team(num_threads)
+        # Helpers are pinned where the thread that they help is.
+        self.team = Team(num_threads, usable_cpus() if meeting_cpu() is not None else None)
         use_one_blas_thread()
         # What is left to torch here is too small to share, and its threads would be in the team's way.
         torch.set_num_threads(1)

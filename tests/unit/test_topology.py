@@ -8,7 +8,7 @@ import pytest
 
 from shared import topology
 from shared.errors import ConfigError
-from shared.topology import cpu_quota, cpu_set, num_threads_on, spin_time_s, usable_cpus
+from shared.topology import cpu_quota, cpu_set, meeting_cpu, num_threads_on, spin_time_s, usable_cpus
 
 Machine = Callable[[set[int]], None]
 
@@ -131,3 +131,12 @@ def test_threads_within_the_limit(
     """A container with a share of a large machine is not given a thread for each of its CPUs."""
     monkeypatch.setattr(topology, "cpu_quota", lambda: granted)
     assert num_threads_on(range(8)) == num_threads
+
+
+@pytest.mark.parametrize(
+    ("cpus", "meeting"), [({5}, None), ({3, 4}, 3), ({0, 1, 2}, 0), ({0, 1, 2, 3}, None)]
+)
+def test_where_threads_meet(cpus: set[int], meeting: int | None, machine: Machine) -> None:
+    """Only where processes share all CPUs, and there is another one for the helpers."""
+    machine(cpus)
+    assert meeting_cpu() == meeting
