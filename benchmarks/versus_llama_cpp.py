@@ -30,7 +30,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +483,9 @@ def main() -> int:
     parser.add_argument("--slice-dir", type=Path, default=default_directory(), help="default %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="and CPUs, for each (default %(default)s)")
     parser.add_argument("--rounds", type=int, help=f"default {FULL.rounds}; a quick run has one")
+    parser.add_argument(
+        "--new-tokens", type=int, metavar="N", help=f"decoded for one measurement (default {FULL.num_new})"
+    )
     parser.add_argument("--quick", action="store_true", help="under a minute on a quiet machine, wider error")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
     parser.add_argument("--strata-flags", default="", metavar="FLAGS", help="more flags for `strata serve`")
@@ -500,7 +503,9 @@ def main() -> int:
         parser.error(f"name a --profile ({', '.join(PROFILES)}) or a --model")
     plan = QUICK if parsed.quick else FULL
     if parsed.rounds is not None and not plan.is_quick:
-        plan = Plan(max(1, parsed.rounds), plan.num_new, is_quick=False)
+        plan = replace(plan, rounds=max(1, parsed.rounds))
+    if parsed.new_tokens is not None:
+        plan = replace(plan, num_new=max(1, parsed.new_tokens))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         library_path()
