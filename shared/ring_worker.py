@@ -15,6 +15,7 @@ from functools import partial
 
 from shared.link import LinkClient
 from shared.messages import FromBinding, Heartbeat, Init
+from shared.native.ring import serve_kernel
 from shared.process import AnyConfig, ProcessContext, ProcessState, load_in_thread
 from shared.ring import Arrays, NativeWork, RingServer, RingShape
 from shared.run_directory import Role
@@ -147,7 +148,7 @@ async def run_ring_worker(
     links = _Links(context)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(links.to(Role.GATEWAY, gateway_listener).run(), name="gateway link")]
-        work = await load_in_thread(load)
+        work = await load_in_thread(partial(_load_all, load))
         try:
             gateway_listener.loaded(work.capabilities if work is not None else {})
             context.state = ProcessState.WAITING
@@ -169,6 +170,14 @@ async def run_ring_worker(
             finally:
                 if work is not None:
                     work.close()
+
+
+def _load_all(load: Callable[[], RingWork | None]) -> RingWork | None:
+    work = load()
+    if work is not None and work.native is not None:
+        # Compiled while there is progress to look at, not when the first ring comes.
+        serve_kernel()
+    return work
 
 
 async def _raised_by(broken: asyncio.Future[None]) -> None:

@@ -88,7 +88,8 @@ def _seal(entries: int, num_entries: int) -> int:
 
 
 @functools.cache
-def _seal_kernel() -> Callable[[int, int], int]:
+def seal_kernel() -> Callable[[int, int], int]:
+    """`seal_entries`, to be called from Python."""
     return compile_kernel(_seal, "seal_program", INTEGER, INTEGER)
 
 
@@ -140,7 +141,7 @@ class Program:
     def seal(self) -> None:
         """Numbers the units anew, after `entries` was changed by hand."""
         self.address = address_of(self.entries)
-        self.num_units = _seal_kernel()(self.address, len(self.entries))
+        self.num_units = seal_kernel()(self.address, len(self.entries))
         self._is_sealed = True
 
     def ready(self) -> None:

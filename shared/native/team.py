@@ -60,6 +60,7 @@ from shared.native.program import (
     STOP_UNIT,
     TASK,
     Program,
+    seal_kernel,
 )
 from shared.native.task import OUTER_SCRATCH_BYTES, SCRATCH_BYTES, address_of
 from shared.quants.jit import INTEGER, compile_kernel, jitable
@@ -305,6 +306,8 @@ class Team:
         self._workspace_address = 0
         self.workspace_bytes = 0
         self._run = _run_kernel()
+        # Programs are sealed when they are first run: not to be compiled then, in the middle of a request.
+        seal_kernel()
         spin_ns = round(spin_time_s() * 1e9)
         words = self._words.view(np.int64)
         words[_NUM_HELPERS // 8] = self.num_threads - 1
