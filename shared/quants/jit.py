@@ -97,7 +97,10 @@ def _cached(compile_for: Callable[[Path | None], Compiled], function: Callable[.
             try:
                 return compile_for(folder)
             except Exception as error:  # what numba raises depends on how a file is damaged
-                _log.warning("kernel %s: cache in %s is not usable: %r", name, folder, error)
+                what = type(error).__name__
+                _log.warning(
+                    "kernel %s: its cache in %s is not usable (%s), it is compiled anew", name, folder, what
+                )
                 remove_cached(folder, name)
         return compile_for(None)
 
