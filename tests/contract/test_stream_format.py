@@ -128,13 +128,17 @@ def test_an_answer_that_stops_counts_its_last_token(stack: Stack) -> None:
 
 def test_characters_are_never_split(stack: Stack) -> None:
     """Pieces of characters are held back until they are whole, or given up as U+FFFD at the end."""
-    wild = {"prompt": "ßé日本語😀", "temperature": 5, "top_p": 1, "top_k": 0, "max_tokens": 150, "seed": 11}
-    answer = stack.post(COMPLETIONS, wild | {"stream": True})
-    text = "".join(
-        json.loads(event)["choices"][0]["text"] for event in payloads(answer.body) if event != "[DONE]"
-    )
-    assert text == stack.post(COMPLETIONS, wild).json["choices"][0]["text"]
-    assert any(ord(character) > 127 for character in text), "the sample has nothing to split"
+    wild = {"prompt": "ßé日本語😀", "temperature": 5, "top_p": 1, "top_k": 0, "max_tokens": 100}
+    found = ""
+    # What is drawn depends on the last bits of products, and so on the CPU; some of it is not ASCII everywhere.
+    for seed in range(10):
+        answer = stack.post(COMPLETIONS, wild | {"seed": seed, "stream": True})
+        text = "".join(
+            json.loads(event)["choices"][0]["text"] for event in payloads(answer.body) if event != "[DONE]"
+        )
+        assert text == stack.post(COMPLETIONS, wild | {"seed": seed}).json["choices"][0]["text"]
+        found += text
+    assert any(ord(character) > 127 for character in found), "the samples have nothing to split"
 
 
 def test_what_is_left_of_the_context_bounds_the_answer(stack: Stack) -> None:
