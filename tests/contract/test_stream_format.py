@@ -130,7 +130,7 @@ def test_characters_are_never_split(stack: Stack) -> None:
     """Pieces of characters are held back until they are whole, or given up as U+FFFD at the end."""
     wild = {"prompt": "ßé日本語😀", "temperature": 5, "top_p": 1, "top_k": 0, "max_tokens": 100}
     found = ""
-    # What is drawn depends on the last bits of products, and so on the CPU; some of it is not ASCII everywhere.
+    # What is drawn depends on the last bits of products, and so on the CPU; some of it is never ASCII.
     for seed in range(10):
         answer = stack.post(COMPLETIONS, wild | {"seed": seed, "stream": True})
         text = "".join(

@@ -229,7 +229,7 @@ def files() -> Iterator[Stack]:
 
 def test_logits_do_not_depend_on_the_size_of_a_step(stack: Stack, files: Stack, tmp_path: Path) -> None:
     """The running stack reads the sequence in one step, the command in ten. Sums in another order can make an
-    activation that is rounded to 8 bits another code; a wrong state would cost a hundred times as much."""
+    activation that is rounded to 8 bits another code; a wrong state would move most logits by whole units."""
     token_ids = stack.post("/tokenize", {"prompt": "Once upon a time there was " * 5}).json["tokens"]
     np.save(tmp_path / "ids.npy", np.array(token_ids))
     size = -(-len(token_ids) // 10)
@@ -243,7 +243,9 @@ def test_logits_do_not_depend_on_the_size_of_a_step(stack: Stack, files: Stack, 
     assert ids.tolist() == token_ids
     answer = stack.post("/v1/logits", {"prompt_token_ids": token_ids})
     whole = np.frombuffer(answer.body, "<f4").reshape(logits.shape)
-    np.testing.assert_allclose(logits, whole, rtol=0.05, atol=0.05)
+    difference = np.abs(logits - whole)
+    assert np.median(difference) <= 0.02
+    assert difference.max() <= 0.5
     assert f"logits [{len(token_ids)}, {logits.shape[1]}]" in files.log
 
 
