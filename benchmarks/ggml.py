@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.gguf.types import TensorType
+from shared.native.task import aligned_zeros
 
 _F32 = 0
-_ALIGNMENT = 64
 # Tensors of one graph: weights, activations, product. More nodes than that are room for none.
 _GRAPH_SIZE = 8
 
@@ -38,11 +38,8 @@ def library_path() -> Path:
 
 
 def aligned_bytes(shape: Sequence[int]) -> NDArray[np.uint8]:
-    """Uninitialised uint8 of that shape, placed as ggml wants it."""
-    num_bytes = int(np.prod(shape, dtype=np.int64))
-    room = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    first = -room.ctypes.data % _ALIGNMENT
-    return room[first : first + num_bytes].reshape(shape)
+    """Zeros, uint8 of that shape, placed as ggml wants it."""
+    return aligned_zeros(int(np.prod(shape, dtype=np.int64))).reshape(shape)
 
 
 class _InitParams(ctypes.Structure):

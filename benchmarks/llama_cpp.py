@@ -17,10 +17,8 @@ what is known of them. One JSON object per line each way::
 The first line it says is `{"ready": true}`. It ends with its input.
 """
 
-import argparse
 import ctypes
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,8 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.ggml import LlamaUnavailableError, library_path
+from benchmarks.llama_process import begin
 
-_F16 = 1
+F32, F16 = 0, 1
+"""ggml's numbers of these types."""
 _DEFAULT_BATCH = 2048
 _ERROR_LEVEL = 4
 
@@ -63,7 +63,7 @@ class _ContextParams(ctypes.Structure):
             and self.n_threads == self.n_threads_batch
             and (self.rope_scaling_type, self.pooling_type, self.attention_type) == (-1, -1, -1)
             and self.cb_eval is None
-            and (self.type_k, self.type_v) == (_F16, _F16)
+            and (self.type_k, self.type_v) == (F16, F16)
         )
         if not looks_right:
             raise LlamaUnavailableError("this release of llama.cpp lays its parameters out in another way")
@@ -102,8 +102,8 @@ _log_errors = _LogCallback(_log_error)
 class LlamaCpp:
     """One model and one sequence."""
 
-    def __init__(self, path: str, num_threads: int, context: int) -> None:
-        """Raises LlamaUnavailableError."""
+    def __init__(self, path: str, num_threads: int, context: int, cache_type: int = F16) -> None:
+        """`cache_type` is that of keys and values. Raises LlamaUnavailableError."""
         self._library = library = _open()
         library.llama_log_set(_log_errors, None)
         library.llama_backend_init()
@@ -114,6 +114,7 @@ class LlamaCpp:
         params.check()
         params.n_ctx = context
         params.n_threads = params.n_threads_batch = num_threads
+        params.type_k = params.type_v = cache_type
         self._context = library.llama_init_from_model(self._model, params)
         if not self._context:
             raise LlamaUnavailableError("llama.cpp makes no context")
@@ -206,16 +207,7 @@ def _answer(llama: LlamaCpp, request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answers until its input ends."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("model")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--context", type=int, required=True)
-    parsed = parser.parse_args()
-    # The library may print; whoever reads our lines shall not take that for one.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    parsed, answers = begin(__doc__)
     try:
         llama = LlamaCpp(parsed.model, parsed.threads, parsed.context)
         print(json.dumps({"ready": True}), file=answers, flush=True)

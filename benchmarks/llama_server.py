@@ -6,24 +6,16 @@ Says `{"url": ...}` on standard output once it serves, and ends with its input. 
 are set, and that of the prompts of earlier requests nothing is kept; the rest are the server's defaults.
 """
 
-import argparse
 import json
 import os
 import sys
 
+from benchmarks.llama_process import begin
+
 
 def main() -> None:
     """Serves until its input ends."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("model")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--context", type=int, required=True)
-    parsed = parser.parse_args()
-    # The server prints what it likes; whoever reads our line shall not take that for it.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    parsed, answers = begin(__doc__)
     try:
         import xllamacpp
     except ImportError:

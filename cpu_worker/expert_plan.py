@@ -53,7 +53,7 @@ from shared.native.memory import floats_at, ids_at, integers_at
 from shared.native.program import ENTRY_BYTES, seal_entries, set_entry
 from shared.native.records import fields, reader
 from shared.native.team import num_threads, run_entries
-from shared.quants.jit import INTEGER, compile_kernel, jitable
+from shared.quants.jit import INTEGER, READONLY_ROWS, ROWS, compile_kernel, jitable
 from shared.quants.matrix import GROUP as QUANT_GROUP
 from shared.quants.matrix import MATRIX, PLANE
 
@@ -376,9 +376,6 @@ def _compute(
 @functools.cache
 def compute() -> Compute:
     """`compute_layer` as a function for Python."""
-    floats = types.Array(types.float32, 2, "C", readonly=True)
     ids = types.Array(types.int32, 2, "C", readonly=True)
-    out = types.Array(types.float32, 2, "C")
-    return compile_kernel(
-        _compute, "compute_experts", INTEGER, INTEGER, INTEGER, INTEGER, floats, ids, floats, out
-    )
+    arrays = READONLY_ROWS, ids, READONLY_ROWS, ROWS
+    return compile_kernel(_compute, "compute_experts", *4 * (INTEGER,), *arrays)

@@ -11,7 +11,7 @@ import numpy as np
 from shared.model_config import NgramConfig
 from shared.native.memory import call_task, clock_ns, ids_at, integers_at, load, store
 from shared.native.records import Record, fields, reader, record
-from shared.native.task import SCRATCH_BYTES, address_of
+from shared.native.task import SCRATCH_BYTES, address_of, aligned_zeros
 from shared.quants.jit import compile_task, jitable
 from shared.quants.matrix import GATHERED
 from shared.ring import RingServer
@@ -96,7 +96,7 @@ class NativeNgrams:
             np.array(values, np.int64)
             for values in (config.multipliers, config.head_vocab_sizes, config.head_offsets)
         )
-        self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        self._scratch = aligned_zeros(SCRATCH_BYTES)
         task, self._gathered = table.gather()
         self._gathered["numbers"] = address_of(self._rows)
         self._service = record(

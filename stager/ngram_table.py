@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from shared.gguf.model import GGUFModel
 from shared.model_config import NgramConfig
 from shared.native.records import Record
-from shared.native.task import address_of
-from shared.quants import block_format, decode_rows, gather_task
-from shared.quants.matrix import GATHERED
+from shared.quants import block_format, decode_rows, gather_task, gathered_record
 from shared.tensor_catalog import NGRAM_TABLE
 
 
@@ -41,11 +39,7 @@ class NgramTable:
 
     def gather(self) -> tuple[int, Record]:
         """For native code: a task, and its params but for the numbers of the rows and where they go."""
-        num_rows, row_bytes = self._rows.shape
-        params = np.zeros(1, GATHERED)
-        params["weights"], params["num_rows"] = address_of(self._rows), num_rows
-        params["row_bytes"], params["num_blocks"] = row_bytes, row_bytes // self._format.type.block_bytes
-        return gather_task(self._format), params
+        return gather_task(self._format), gathered_record(self._format, self._rows)
 
     def bring_near(self, rows: NDArray[np.int64]) -> int:
         """Asks the kernel to read the pages of these rows, all at once and without waiting for them.

@@ -12,9 +12,8 @@ from shared.model_config import Qwen4ExpConfig
 from shared.native.memory import floats_at
 from shared.native.records import fields, reader, record
 from shared.native.task import address_of
-from shared.quants import gather_task
+from shared.quants import gather_task, gathered_record
 from shared.quants.jit import compile_task
-from shared.quants.matrix import GATHERED
 
 SPREAD = fields(
     "rows",  # f32 [tokens, hidden]
@@ -59,10 +58,7 @@ class Embedding:
     def emit(self, script: Script) -> None:
         """Appends all of it, from ids to streams."""
         config, matrix = self._config, self._matrix
-        params = np.zeros(1, GATHERED)
-        num_rows, row_bytes = matrix.rows.shape
-        params["weights"], params["num_rows"] = address_of(matrix.rows), num_rows
-        params["row_bytes"], params["num_blocks"] = row_bytes, row_bytes // matrix.format.type.block_bytes
+        params = gathered_record(matrix.format, matrix.rows)
         params["numbers"], params["out"] = address_of(self.token_ids), address_of(self._rows)
         script.add(gather_task(matrix.format), params, per_token=1, ns=0.3 * config.hidden, keep=self)
         script.barrier()

@@ -116,37 +116,36 @@ def _hand_over(step_address: int, layer: int) -> bool:
 
 
 @jitable
+def _is_served(ring: int, ticket: int, deadline_ns: int) -> bool:
+    """Waits until the server has taken the ticket; whether it did so in time and without an error."""
+    sleeps = load(ring + CLIENT_SLEEPS)
+    if await_above(ring, load(ring + COMPLETED), ticket, sleeps, deadline_ns) != ARRIVED:
+        return False
+    return load(slot_of(ring, ticket) + load(ring + ERROR)) == 0
+
+
+@jitable
 def _collect(step_address: int) -> bool:
     """Waits for the outputs of the ticket; whether they are there."""
     step = _step_at(step_address)
-    ring = step.ring
-    completed = load(ring + COMPLETED)
     started = clock_ns()
-    sleeps = load(ring + CLIENT_SLEEPS)
-    end = await_above(ring, completed, step.ticket, sleeps, started + step.timeout_ns)
+    is_served = _is_served(step.ring, step.ticket, started + step.timeout_ns)
     step.waited_ns += clock_ns() - started
-    if end != ARRIVED:
-        return False
-    slot = slot_of(ring, step.ticket)
-    step.outputs = slot + step.slot_outputs
-    return load(slot + load(ring + ERROR)) == 0
+    if is_served:
+        step.outputs = slot_of(step.ring, step.ticket) + step.slot_outputs
+    return is_served
 
 
 @jitable
 def _collect_features(step_address: int, features: int) -> bool:
     """Waits for the n-gram features of the step; whether they are there."""
     step = _step_at(step_address)
-    ring = step.ngram_ring
-    completed = load(ring + COMPLETED)
     started = clock_ns()
-    sleeps = load(ring + CLIENT_SLEEPS)
-    end = await_above(ring, completed, step.ngram_ticket, sleeps, started + step.ngram_timeout_ns)
+    is_served = _is_served(step.ngram_ring, step.ngram_ticket, started + step.ngram_timeout_ns)
     step.ngram_waited_ns += clock_ns() - started
-    if end != ARRIVED:
+    if not is_served:
         return False
-    slot = slot_of(ring, step.ngram_ticket)
-    if load(slot + load(ring + ERROR)) != 0:
-        return False
+    slot = slot_of(step.ngram_ring, step.ngram_ticket)
     read, written = floats_at(slot + step.slot_features), floats_at(features)
     for i in range(step.num_tokens * step.feature_width):
         written[i] = read[i]

@@ -8,13 +8,12 @@ from numpy.typing import NDArray
 
 from gpu_worker.native.script import Script
 from shared.native.matrices import BYTE_NS, ROUNDING_NS, row_cost_ns
-from shared.native.records import Record
-from shared.native.task import address_of
+from shared.native.records import Record, record
+from shared.native.task import address_of, aligned_zeros
 from shared.quants import ActivationPlane, BlockFormat, multiply_task, quantise_task, uses_codes
 from shared.quants.matrix import GROUP, MATRIX
 
 Floats = NDArray[np.float32]
-_ALIGNMENT = 64
 
 
 class Matrix:
@@ -82,11 +81,8 @@ class Workspace:
 
 
 def aligned(*shape: int) -> Floats:
-    """Zeros that begin on a cache line; no page exists before it is first written to."""
-    num_values = int(np.prod(shape))
-    memory = np.zeros(num_values + _ALIGNMENT // 4, np.float32)
-    start = -address_of(memory) % _ALIGNMENT // 4
-    return memory[start : start + num_values].reshape(shape)
+    """`aligned_zeros` of float32 in that shape."""
+    return aligned_zeros(4 * int(np.prod(shape))).view(np.float32).reshape(shape)
 
 
 def multiply(script: Script, plane: Plane, *products: tuple[Matrix, Floats]) -> None:
@@ -114,8 +110,9 @@ def _quantise(script: Script, plane: Plane, matrices: list[Matrix]) -> None:
 
 def _multiply(script: Script, plane: Plane, matrix: Matrix, out: int, keep: object) -> Record:
     num_rows, row_bytes = matrix.rows.shape
-    addresses = address_of(matrix.rows), row_bytes, address_of(plane.record), out
-    params = np.array([(*addresses, num_rows)], MATRIX)
+    params = record(
+        MATRIX, weights=matrix.rows, row_bytes=row_bytes, plane=plane.record, out=out, out_stride=num_rows
+    )
     script.add(
         multiply_task(matrix.format),
         params,

@@ -22,6 +22,16 @@ OUTER_SCRATCH_BYTES = 1 << 19
 """A task that calls other tasks passes its scratch on, and keeps what is its own in these bytes behind it."""
 
 
+ALIGNMENT = 64
+"""A cache line, in bytes."""
+
+
 def address_of(array: NDArray[np.generic]) -> int:
     """Of the first element. Whoever keeps the address must keep the array."""
     return int(array.ctypes.data)
+
+
+def aligned_zeros(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory that begins on a cache line; no page of it exists before it is first written to."""
+    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    return memory[-address_of(memory) % ALIGNMENT :][:num_bytes]

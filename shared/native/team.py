@@ -62,7 +62,7 @@ from shared.native.program import (
     Program,
     seal_kernel,
 )
-from shared.native.task import OUTER_SCRATCH_BYTES, SCRATCH_BYTES, address_of
+from shared.native.task import OUTER_SCRATCH_BYTES, SCRATCH_BYTES, address_of, aligned_zeros
 from shared.quants.jit import INTEGER, compile_kernel, jitable
 from shared.topology import spin_time_s
 
@@ -85,7 +85,6 @@ _TEAM_BYTES = 1024
 
 _OPEN = 1 << 32
 _EVERYONE = 1 << 30
-_ALIGNMENT = 64
 
 _WORTH_WAKING_NS = 50_000
 """Work for which one more sleeping thread is woken, beyond what is done until it arrives, which takes 30 to
@@ -281,12 +280,6 @@ def _close_kernel() -> Callable[[int], None]:
     return compile_kernel(_close, "close_team", INTEGER)
 
 
-def _aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros, of which no page exists before it is first written to."""
-    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    return memory[-address_of(memory) % _ALIGNMENT :][:num_bytes]
-
-
 class Team:
     """`num_threads` threads, the caller's counted among them.
 
@@ -298,11 +291,11 @@ class Team:
         """`cpus` pins the threads other than the caller's, each to one of the list in turn, beginning with
         its second; None leaves them alone."""
         self.num_threads = max(1, num_threads)
-        self._words = _aligned(_TEAM_BYTES)
+        self._words = aligned_zeros(_TEAM_BYTES)
         self.address = address_of(self._words)
         """For `run_entries`."""
-        self._scratch = _aligned(SCRATCH_BYTES + OUTER_SCRATCH_BYTES)
-        self._workspace = _aligned(0)
+        self._scratch = aligned_zeros(SCRATCH_BYTES + OUTER_SCRATCH_BYTES)
+        self._workspace = aligned_zeros(0)
         self._workspace_address = 0
         self.workspace_bytes = 0
         self._run = _run_kernel()
@@ -341,7 +334,7 @@ class Team:
         """The address of that much memory, 64-byte aligned, for whoever has the team: what it holds is lost
         when the next one asks. It only grows."""
         if self.workspace_bytes < num_bytes:
-            self._workspace = _aligned(num_bytes)
+            self._workspace = aligned_zeros(num_bytes)
             self._workspace_address = address_of(self._workspace)
             self.workspace_bytes = num_bytes
         return self._workspace_address
@@ -358,5 +351,5 @@ def _run_helper(help_kernel: Callable[[int, int], None], words: NDArray[np.uint8
     if cpu is not None:
         os.sched_setaffinity(0, {cpu})
     # Both arrays live in this frame: a thread that is left behind by its team still looks at them.
-    scratch = _aligned(SCRATCH_BYTES + OUTER_SCRATCH_BYTES)
+    scratch = aligned_zeros(SCRATCH_BYTES + OUTER_SCRATCH_BYTES)
     help_kernel(address_of(words), address_of(scratch))

@@ -12,7 +12,14 @@ Weights are read where they lie, in a read-only mapping of the file.
 from shared.quants.block_format import BlockFormat
 from shared.quants.choice import CHOICES, PORTABLE, choose_kernels, instruction_set
 from shared.quants.decoding import decode_rows
-from shared.quants.products import ActivationPlane, gather_task, matmul, multiply_task, uses_codes
+from shared.quants.products import (
+    ActivationPlane,
+    gather_task,
+    gathered_record,
+    matmul,
+    multiply_task,
+    uses_codes,
+)
 from shared.quants.quantising import quantise_task
 from shared.quants.registry import SUPPORTED, UnsupportedTensorType, block_format
 from shared.quants.warming import warm
@@ -28,6 +35,7 @@ __all__ = [
     "choose_kernels",
     "decode_rows",
     "gather_task",
+    "gathered_record",
     "instruction_set",
     "matmul",
     "multiply_task",

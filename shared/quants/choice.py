@@ -1,11 +1,7 @@
 """Which kernels this process computes with: the best its CPU has, unless it was told otherwise."""
 
-import logging
-
 from shared.errors import ResourceError
 from shared.quants.simd.instruction_set import ALL, InstructionSet, supported
-
-_log = logging.getLogger(__name__)
 
 PORTABLE = "portable"
 CHOICES = ("auto", *(instructions.name for instructions in ALL), PORTABLE)

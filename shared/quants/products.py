@@ -6,10 +6,11 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.native.task import SCRATCH_BYTES, address_of
+from shared.native.records import Record, record
+from shared.native.task import SCRATCH_BYTES, address_of, aligned_zeros
 from shared.quants.block_bytes import Bytes, Floats
 from shared.quants.block_format import BlockFormat
-from shared.quants.matrix import GROUP, HALF_GROUP, MATRIX, MAX_WIDTH, PLANE
+from shared.quants.matrix import GATHERED, GROUP, HALF_GROUP, MATRIX, MAX_WIDTH, PLANE
 from shared.quants.quantising import quantise_task
 
 _TASK = ctypes.CFUNCTYPE(None, *4 * (ctypes.c_int64,))
@@ -37,8 +38,8 @@ _memory = threading.local()
 def _scratch() -> int:
     """The address of this thread's scratch memory."""
     if not hasattr(_memory, "scratch"):
-        _memory.scratch = np.empty(SCRATCH_BYTES + 64, np.uint8)
-    return -(-address_of(_memory.scratch) // 64) * 64
+        _memory.scratch = aligned_zeros(SCRATCH_BYTES)
+    return address_of(_memory.scratch)
 
 
 class ActivationPlane:
@@ -50,8 +51,15 @@ class ActivationPlane:
         self.codes: NDArray[np.uint8] = np.empty((num_tokens, width), np.uint8)
         self.scales: Floats = np.empty((num_tokens, width // GROUP), np.float32)
         self.sums: Floats = np.empty((num_tokens, width // HALF_GROUP), np.float32)
-        addresses = [address_of(array) for array in (self.floats, self.codes, self.scales, self.sums)]
-        self.record = np.array([(*addresses, width, num_tokens)], PLANE)
+        self.record = record(
+            PLANE,
+            floats=self.floats,
+            codes=self.codes,
+            scales=self.scales,
+            sums=self.sums,
+            width=width,
+            num_tokens=num_tokens,
+        )
 
     def quantise(self) -> None:
         """Fills codes, scales and sums in."""
@@ -87,16 +95,24 @@ def run_multiply(task: int, raw: Bytes, plane: ActivationPlane, out: Floats, sta
     run_task(task, matrix_record(raw, plane, out), start, stop)
 
 
-def matrix_record(raw: Bytes, plane: ActivationPlane, out: Floats) -> NDArray[np.void]:
+def matrix_record(raw: Bytes, plane: ActivationPlane, out: Floats) -> Record:
     """A `MATRIX` of these; it holds their addresses only."""
-    return np.array(
-        [(address_of(raw), raw.shape[1], address_of(plane.record), address_of(out), out.shape[1])], MATRIX
+    return record(
+        MATRIX, weights=raw, row_bytes=raw.shape[1], plane=plane.record, out=out, out_stride=out.shape[1]
     )
 
 
-def run_task(task: int, record: NDArray[np.void], start: int, stop: int) -> None:
+def gathered_record(fmt: BlockFormat, raw: Bytes) -> Record:
+    """A `GATHERED` of the rows `raw`, uint8 [num_rows, row_bytes]; it holds their address only. `numbers` and
+    `out` are still to be set."""
+    num_rows, row_bytes = raw.shape
+    num_blocks = row_bytes // fmt.type.block_bytes
+    return record(GATHERED, weights=raw, row_bytes=row_bytes, num_rows=num_rows, num_blocks=num_blocks)
+
+
+def run_task(task: int, params: Record, start: int, stop: int) -> None:
     """Runs a task (`shared.native.task`) on this thread, for items `start` to `stop`."""
-    _TASK(task)(address_of(record), start, stop, _scratch())
+    _TASK(task)(address_of(params), start, stop, _scratch())
 
 
 def _check(fmt: BlockFormat, raw: Bytes, x: Floats, out: Floats, start: int, stop: int) -> None:

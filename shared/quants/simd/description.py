@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from shared.quants.simd.vector import DOUBLE, HALF, I8, I16, I32, I64, Code, Value
-
-GROUP = 32
+from shared.quants.simd.vector import DOUBLE, HALF, I1, I8, I16, I32, I64, Code, Value
 
 
 class Block:
@@ -168,7 +166,7 @@ def bits_for_pair(packed: Value, first_shift: int, second_shift: int) -> Value:
 
 def spread_bits(code: Code, bits: Value) -> Value:
     """An int32 as 32 conditions, lowest bit first."""
-    return code.value(code.builder.bitcast(bits.ir, ir.VectorType(ir.IntType(1), 32)))
+    return code.value(code.builder.bitcast(bits.ir, ir.VectorType(I1, 32)))
 
 
 def negated_where(code: Code, is_negative: Value, magnitudes: Value) -> Value:
@@ -198,9 +196,10 @@ def even_parity(code: Code, signs: Value) -> Value:
     return signs | ((code.count_bits(signs) & 1) << 7)
 
 
-def bits_of_bytes(code: Code, packed: Value, first: int, count: int = 4) -> Value:
-    """Each bit of `count` bytes from `first` on as a condition, lowest bit first: 8 * count conditions."""
-    repeated = packed.shuffled([first + lane // 8 for lane in range(8 * count)])
+def bits_of_bytes(code: Code, packed: Value, first: int, count: int = 4, stride: int = 1) -> Value:
+    """Each bit of `count` bytes, `stride` apart from `first` on, as a condition, lowest bit first: 8 * count
+    conditions."""
+    repeated = packed.shuffled([first + lane // 8 * stride for lane in range(8 * count)])
     picked = repeated & code.constant(I8, [1 << (lane % 8) for lane in range(8 * count)])
     return code.value(code.builder.icmp_unsigned("!=", picked.ir, code.like(picked, 0).ir))
 
@@ -209,10 +208,7 @@ def packed_signs(code: Code, word: Value) -> Value:
     """Four times seven sign bits of an int32, each with the eighth that makes their number even: 32
     conditions."""
     sevens = (word.broadcast(4) >> code.constant(I32, [0, 7, 14, 21])) & 127
-    signs = even_parity(code, sevens.as_type(I8, 16))
-    repeated = signs.shuffled([lane // 8 * 4 for lane in range(32)])
-    picked = repeated & code.constant(I8, [1 << (lane % 8) for lane in range(32)])
-    return code.value(code.builder.icmp_unsigned("!=", picked.ir, code.like(picked, 0).ir))
+    return bits_of_bytes(code, even_parity(code, sevens.as_type(I8, 16)), 0, stride=4)
 
 
 def all_or_nothing(bits: Sequence[Value]) -> Value:

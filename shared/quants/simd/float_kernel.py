@@ -8,7 +8,7 @@ in every lane.
 from collections.abc import Callable
 
 from shared.quants.simd.transposing import transposed
-from shared.quants.simd.vector import FLOAT, I32, Code, Value, Variable
+from shared.quants.simd.vector import FLOAT, I32, Code, Value, Variable, total_of
 
 ReadFloats = Callable[[Code, Value, int], Value]
 """(code, address of a weight, lanes) -> that many weights as float32; 0 lanes are a scalar."""
@@ -68,10 +68,7 @@ class FloatKernel:
                 rest.set(code.fused_multiply_add(weight, activation, rest.get()))
         products: list[list[Value]] = [[] for _ in rows]
         for (number, token), sums in totals.items():
-            values = [variable.get() for variable in sums]
-            while len(values) > 1:
-                values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
-            products[number].append(values[0].total() + rests[number, token].get())
+            products[number].append(total_of(sums) + rests[number, token].get())
         return products
 
     def write_decoding(self, rows: Value, row_bytes: Value, last: Value, width: Value, tile: Value) -> None:

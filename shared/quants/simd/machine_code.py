@@ -57,13 +57,6 @@ def compile_function(name: str, instructions: InstructionSet, *modules: Module) 
         return int(engine.get_function_address(name))
 
 
-def assembly(instructions: InstructionSet, module: Module) -> str:
-    """What the compiler makes of it, to read."""
-    machine = _target_machine(instructions)
-    with _lock, _scheduling(module.is_scheduled):
-        return str(machine.emit_assembly(_optimised(module, machine)))
-
-
 def _target_machine(instructions: InstructionSet) -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()

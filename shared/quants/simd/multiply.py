@@ -16,8 +16,6 @@ from shared.quants.simd.tile_kernel import TileKernel
 from shared.quants.simd.vector import I64, VOID, Code, Value
 
 _TASK = ir.FunctionType(VOID, [I64] * 4)
-# A tile's accumulators and what they are made of have to fit the registers.
-_MOST_TILE_TOKENS = {8: 4, 16: 8}
 # Measured at widths 2560 and 10240: from five tokens on a tile is ahead.
 _MOST_FLOAT_TOKENS = 4
 
@@ -51,7 +49,7 @@ class Ways(Protocol):
         """Up to how many tokens rows are taken as they lie."""
 
     def most_tile_tokens(self, instructions: InstructionSet) -> int:
-        """With how many tokens a tile is multiplied at once, as far as registers reach; a power of 2."""
+        """With how many tokens a tile is multiplied at once, as far as registers reach."""
 
     def write_few(self, code: Code, call: Call, tokens: int) -> None:
         """Writes the way for exactly so many tokens, taking rows as they lie."""
@@ -182,8 +180,8 @@ def _write_task(module: ir.Module, name: str, many: str, ways: Ways, instruction
     for tokens in range(1, ways.most_few(instructions) + 1):
         write = partial(ways.write_few, tokens=tokens)
         few = _write_part(module, f"{name}_{tokens}", instructions, write)
-        is_this = code.value(code.builder.icmp_signed("==", num_tokens.ir, code.integer(tokens).ir))
-        with code.builder.if_then(is_this.ir):
+        is_this = code.builder.icmp_signed("==", num_tokens.ir, code.integer(tokens).ir)
+        with code.builder.if_then(is_this):
             code.call(few, arguments)
             code.builder.ret_void()
     code.call(declare_task(module, many), arguments)

@@ -4,7 +4,7 @@ from functools import partial
 
 from llvmlite import ir
 
-from shared.quants.simd.description import GROUP
+from shared.quants.matrix import GROUP
 from shared.quants.simd.instruction_set import InstructionSet
 from shared.quants.simd.machine_code import Module, compile_function
 from shared.quants.simd.multiply import begin_function, declare_task

@@ -50,8 +50,6 @@ class ByteDots:
     def add_signed(self, sums: Value, weights: Value, x: Value) -> Value:
         """sums + products of two signed bytes each; x must not be -128 (256-bit vectors)."""
         kind = vector_type(I8, 4 * self._lanes)
-        negative = self._code.splat(I8, 4 * self._lanes, 0) - weights
-        is_negative = weights.is_less(0)
-        magnitudes = self._code.choose(is_negative, negative, weights)
+        magnitudes = self._code.choose(weights.is_less(0), -weights, weights)
         signed = self._code.intrinsic("llvm.x86.avx2.psign.b", kind, x, weights)
         return self.add(sums, magnitudes, signed)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.gguf.types import TensorType
-from shared.quants.matrix import HALF_GROUP
-from shared.quants.simd.description import GROUP, Block, Blocks, GroupDescription, NumberedScales
+from shared.quants.matrix import GROUP, HALF_GROUP
+from shared.quants.simd.description import Block, Blocks, GroupDescription, NumberedScales
 from shared.quants.simd.registers import LARGEST_NARROW_CODE, ByteDots
-from shared.quants.simd.vector import FLOAT, I8, I16, Code, Value, Variable
+from shared.quants.simd.vector import FLOAT, I8, I16, Code, Value, Variable, total_of
 
 _GROUP_LANES = 8
 # Sums of products in turn, so that one addition need not wait for the one before.
@@ -126,7 +126,7 @@ class RowKernel:
         # Each token's sums, several of them where there are few tokens.
         each = max(1, _NUM_SUMS // len(tokens))
         totals = [[Variable(code, code.splat(FLOAT, self._lanes, 0.0)) for _ in range(each)] for _ in tokens]
-        num_blocks = code.value(code.builder.sdiv(width.ir, code.integer(kind.block_size).ir))
+        num_blocks = code.divided(width, code.integer(kind.block_size))
 
         def write_round(first: Value, count: int) -> None:
             address = row + first * kind.block_bytes
@@ -143,13 +143,7 @@ class RowKernel:
         if a_round > 1:
             with code.loop(whole, num_blocks) as first:
                 write_round(first, 1)
-        products = []
-        for sums in totals:
-            values = [variable.get() for variable in sums]
-            while len(values) > 1:
-                values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
-            products.append(values[0].total())
-        return products
+        return [total_of(sums) for sums in totals]
 
     def _write_round(
         self, blocks: list[Block], tokens: list[Inputs], totals: list[list[Variable]], spare: Value

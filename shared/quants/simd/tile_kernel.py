@@ -14,7 +14,8 @@ depends on the weights alone: the sums begin that much lower.
 """
 
 from shared.gguf.types import TensorType
-from shared.quants.simd.description import GROUP, Block, GroupDescription
+from shared.quants.matrix import GROUP
+from shared.quants.simd.description import Block, GroupDescription
 from shared.quants.simd.registers import LARGEST_NARROW_CODE, ByteDots
 from shared.quants.simd.transposing import transposed
 from shared.quants.simd.vector import FLOAT, I8, I32, Code, Value, Variable
@@ -57,7 +58,7 @@ class TileKernel:
         """Decodes the rows at address `rows`; those after row `last` (counted from there) repeat it."""
         code, kind = self._code, self._kind
         tile = self._layout(scratch, width)
-        num_blocks = code.value(code.builder.sdiv(width.ir, code.integer(kind.block_size).ir))
+        num_blocks = code.divided(width, code.integer(kind.block_size))
         with code.loop(0, num_blocks) as number:
             first_scale = number * (kind.block_size // self._scale_size)
             with code.loop(0, self.num_rows) as row:

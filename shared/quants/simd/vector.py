@@ -173,6 +173,14 @@ class Variable:
         self._code.builder.store(value.ir, self._slot)
 
 
+def total_of(variables: Sequence[Variable]) -> Value:
+    """The sum of all lanes of all of them, pairwise; as many as a power of 2."""
+    values = [variable.get() for variable in variables]
+    while len(values) > 1:
+        values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0].total()
+
+
 class Code:
     """A function that is being written."""
 
