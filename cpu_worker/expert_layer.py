@@ -59,7 +59,7 @@ class ExpertLayer:
         self._down = ExpertMatrices.open(model, f"{prefix}ffn_down_exps.weight")
         self._num_experts, width, _ = self._gate.raw.shape
         self._hidden = self._down.raw.shape[1]
-        of_x = [quants.uses_codes(matrices.format) for matrices in (self._gate, self._up)]
+        of_x = [matrices.format.activation_bytes for matrices in (self._gate, self._up)]
         self._record = record(
             LAYER,
             gate_task=quants.multiply_task(self._gate.format),
@@ -79,7 +79,7 @@ class ExpertLayer:
             width=width,
             num_experts=self._num_experts,
             reads_floats=int(not all(of_x)),
-            reads_codes=int(any(of_x)),
+            activation_bytes=max(of_x),
             rounds_h=int(quants.uses_codes(self._down.format)),
         )
         self.address = address_of(self._record)

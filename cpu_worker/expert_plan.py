@@ -284,7 +284,7 @@ def _write_entries(memory: int, layer_address: int, num_waves: int, threads: int
     plan, layer = _plan_at(memory), layer_at(layer_address)
     hidden, width = layer.hidden, layer.width
     entry, cost_ns = plan.entries, 0.0
-    if layer.reads_codes != 0:
+    if layer.activation_bytes != 0:
         num_groups = plan.num_tokens * (hidden // QUANT_GROUP)
         cost_ns += num_groups * ROUNDING_NS
         entry = set_entry(entry, layer.quantise_task, plan.step_plane, num_groups, ROUNDED_AT_ONCE, 0)

@@ -22,8 +22,8 @@ from shared.native.memory import call_task, floats_at, ids_at, integers_at, pref
 from shared.native.records import fields, reader
 from shared.native.task import OUTER_SCRATCH_BYTES, SCRATCH_BYTES
 from shared.quants.jit import compile_task, jitable
+from shared.quants.matrix import CODE_STRIDE, HALF_GROUP
 from shared.quants.matrix import GROUP as QUANT_GROUP
-from shared.quants.matrix import HALF_GROUP
 
 WAVE_ROUTES = 512
 """Routes of one wave. More are worth little, since what a tile of decoded weights costs is spread over enough
@@ -42,7 +42,7 @@ LAYER = fields(
     "width",  # of one expert
     "num_experts",
     "reads_floats",  # 1 where gate or up read the activations as they are
-    "reads_codes",  # 1 where gate or up read them rounded
+    "activation_bytes",  # to which gate or up read them rounded; 0 where neither does
     "rounds_h",  # 1 where down reads rounded activations
 )
 
@@ -122,10 +122,10 @@ def _gather(params: int, start: int, stop: int, scratch: int) -> None:
         token = tokens[route]
         if layer.reads_floats != 0:
             _copy_floats(source.floats + token * hidden * 4, target.floats + route * hidden * 4, hidden)
-        if layer.reads_codes != 0:
-            _copy_words(
-                source.codes + token * hidden, target.codes + route * hidden, hidden // _CODE_BYTES_A_WORD
-            )
+        if layer.activation_bytes != 0:
+            stride = hidden * CODE_STRIDE
+            num_words = hidden * layer.activation_bytes // _CODE_BYTES_A_WORD
+            _copy_words(source.codes + token * stride, target.codes + route * stride, num_words)
             _copy_floats(
                 source.scales + token * num_groups * 4, target.scales + route * num_groups * 4, num_groups
             )

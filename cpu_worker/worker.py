@@ -56,7 +56,7 @@ class CpuWorker:
         context, config = self._context, self._context.config
         model_config = read_model_config(context.model)
         check_tensors(context.model, model_config)
-        kernels = quants.choose_kernels(config.cpu_kernels)
+        kernels = quants.choose_kernels(config.cpu_kernels, config.cpu_activations)
         quants.warm(
             multiplied=formats_of(context.model, model_config.num_layers),
             on_progress=lambda done, total, name: context.report(f"compiling {name}", done / total),

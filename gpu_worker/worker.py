@@ -136,7 +136,7 @@ class GpuWorker:
     def _load(self) -> Qwen4Exp:
         """Runs in a thread, and may take long."""
         context = self._context
-        self._kernels = quants.choose_kernels(context.config.cpu_kernels)
+        self._kernels = quants.choose_kernels(context.config.cpu_kernels, context.config.cpu_activations)
         tensors = [
             expected
             for expected in expected_tensors(self._config, context.model)

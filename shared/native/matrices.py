@@ -5,7 +5,7 @@ Everything here is callable from compiled code only.
 
 from shared.native.records import reader
 from shared.quants.jit import jitable
-from shared.quants.matrix import GROUP, HALF_GROUP, MATRIX, PLANE
+from shared.quants.matrix import CODE_STRIDE, GROUP, HALF_GROUP, MATRIX, PLANE
 
 matrix_at = reader(MATRIX)
 plane_at = reader(PLANE)
@@ -58,7 +58,7 @@ def up_to_line(num_bytes: int) -> int:
 def plane_bytes(num_tokens: int, width: int) -> int:
     """For codes, scales and sums, each on cache lines of its own."""
     return (
-        up_to_line(num_tokens * width)
+        up_to_line(num_tokens * width * CODE_STRIDE)
         + up_to_line(num_tokens * (width // GROUP) * 4)
         + up_to_line(num_tokens * (width // HALF_GROUP) * 4)
     )
@@ -70,7 +70,7 @@ def set_plane(address: int, floats: int, codes: int, num_tokens: int, width: int
     plane = plane_at(address)
     plane.floats = floats
     plane.codes = codes
-    plane.scales = codes + up_to_line(num_tokens * width)
+    plane.scales = codes + up_to_line(num_tokens * width * CODE_STRIDE)
     plane.sums = plane.scales + up_to_line(num_tokens * (width // GROUP) * 4)
     plane.width = width
     plane.num_tokens = num_tokens
@@ -82,7 +82,7 @@ def set_part_of_plane(address: int, whole_address: int, first: int, count: int) 
     plane, whole = plane_at(address), plane_at(whole_address)
     width = whole.width
     plane.floats = whole.floats + first * width * 4
-    plane.codes = whole.codes + first * width
+    plane.codes = whole.codes + first * width * CODE_STRIDE
     plane.scales = whole.scales + first * (width // GROUP) * 4
     plane.sums = whole.sums + first * (width // HALF_GROUP) * 4
     plane.width = width

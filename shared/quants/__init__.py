@@ -10,7 +10,7 @@ Weights are read where they lie, in a read-only mapping of the file.
 """
 
 from shared.quants.block_format import BlockFormat
-from shared.quants.choice import CHOICES, PORTABLE, choose_kernels, instruction_set
+from shared.quants.choice import ACTIVATIONS, CHOICES, PORTABLE, choose_kernels, kernel_target
 from shared.quants.decoding import decode_rows
 from shared.quants.products import (
     ActivationPlane,
@@ -25,6 +25,7 @@ from shared.quants.registry import SUPPORTED, UnsupportedTensorType, block_forma
 from shared.quants.warming import warm
 
 __all__ = [
+    "ACTIVATIONS",
     "CHOICES",
     "PORTABLE",
     "SUPPORTED",
@@ -36,7 +37,7 @@ __all__ = [
     "decode_rows",
     "gather_task",
     "gathered_record",
-    "instruction_set",
+    "kernel_target",
     "matmul",
     "multiply_task",
     "quantise_task",

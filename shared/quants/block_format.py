@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from shared.gguf.types import TensorType
-from shared.quants.choice import instruction_set
+from shared.quants.choice import kernel_target
 from shared.quants.kernels import (
     Decode,
     DecodeBlock,
@@ -39,10 +39,10 @@ class BlockFormat:
     def multiply_task(self) -> int:
         """The address of the task that multiplies rows of this format, made for this CPU where it can be;
         the first access compiles it, or loads it from the cache."""
-        instructions = instruction_set()
-        if instructions is None:
+        target = kernel_target()
+        if target is None:
             return compile_portable_multiply(self.type, self.decode_block)
-        return compile_multiply(self.type, self.ways, instructions)
+        return compile_multiply(self.type, self.ways, target)
 
     @functools.cached_property
     def gather_task(self) -> int:
@@ -51,6 +51,8 @@ class BlockFormat:
         return compile_gather(self.type, self.decode_block)
 
     @property
-    def uses_codes(self) -> bool:
-        """Whether that task reads activations that were rounded to 8 bits; else it reads the floats."""
-        return isinstance(self.ways, QuantisedWays) and instruction_set() is not None
+    def activation_bytes(self) -> int:
+        """To how many bytes the activations are rounded that `multiply_task` reads; 0 where it reads them as
+        floats."""
+        target = kernel_target()
+        return target.activation_bytes if target is not None and isinstance(self.ways, QuantisedWays) else 0

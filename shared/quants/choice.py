@@ -1,21 +1,27 @@
 """Which kernels this process computes with: the best its CPU has, unless it was told otherwise."""
 
 from shared.errors import ResourceError
-from shared.quants.simd.instruction_set import ALL, InstructionSet, supported
+from shared.quants.simd.instruction_set import ALL, InstructionSet, Target, supported
 
 PORTABLE = "portable"
 CHOICES = ("auto", *(instructions.name for instructions in ALL), PORTABLE)
 
+_BYTES = {"int16": 2, "int8": 1}
+ACTIVATIONS = tuple(_BYTES)
+"""What activations are rounded to."""
+
 _is_portable = False
 _chosen: InstructionSet | None = None
+_activations = "int16"
 
 
-def choose_kernels(setting: str) -> str:
-    """Takes the kernels named by the setting, one of `CHOICES`; returns the name of what is used.
+def choose_kernels(setting: str, activations: str = "int16") -> str:
+    """Takes the kernels named by `setting`, one of `CHOICES`, with activations as one of `ACTIVATIONS`;
+    returns the names of what is used.
 
     To be called before the first kernel is compiled. Raises ResourceError where this CPU lacks them.
     """
-    global _is_portable, _chosen
+    global _is_portable, _chosen, _activations
     by_name = {instructions.name: instructions for instructions in supported()}
     if setting not in ("auto", PORTABLE) and setting not in by_name:
         raise ResourceError(
@@ -24,14 +30,14 @@ def choose_kernels(setting: str) -> str:
         )
     _is_portable = setting == PORTABLE
     _chosen = by_name.get(setting)
-    instructions = instruction_set()
-    return instructions.name if instructions is not None else PORTABLE
+    _activations = activations
+    target = kernel_target()
+    return target.name if target is not None else PORTABLE
 
 
-def instruction_set() -> InstructionSet | None:
+def kernel_target() -> Target | None:
     """What the kernels are made for; None are the portable ones."""
     if _is_portable:
         return None
-    if _chosen is not None:
-        return _chosen
-    return next(iter(supported()), None)
+    instructions = _chosen or next(iter(supported()), None)
+    return Target(instructions, _BYTES[_activations]) if instructions is not None else None

@@ -1,7 +1,7 @@
 """The records of the matrix tasks: what is multiplied with what.
 
 An activation plane is the input of one or several matrices: a few tokens, in float32 and, where a kernel
-wants that, rounded to 8 bits with a scale for every 32 values. `quantise_plane` fills the second form in.
+wants that, rounded to one byte or two with a scale for every 32 values. `quantise_plane` fills that form in.
 
 All fields are int64; addresses are of C-contiguous memory.
 """
@@ -17,10 +17,18 @@ HALF_GROUP = 16
 MAX_WIDTH = 16384
 """Weights in a row, at most: a tile of 16 rows in float32 then just fills the scratch memory of a task."""
 
+NUM_STEPS = {1: 127, 2: 32767}
+"""By the bytes of a rounded activation: how many scales the largest of a group is."""
+
+CODE_STRIDE = 2
+"""Bytes between the codes of tokens, for each value. Codes of one byte leave the second half unused."""
+
 PLANE = np.dtype(
     [
         ("floats", np.int64),  # f32 [num_tokens, width]
-        ("codes", np.int64),  # u8 [num_tokens, width]; value = (code - 128) * scale
+        # Of each token CODE_STRIDE * width bytes: i16 [width], value = code * scale; or u8 [width] at their
+        # begin, value = (code - 128) * scale.
+        ("codes", np.int64),
         ("scales", np.int64),  # f32 [num_tokens, width / 32]
         ("sums", np.int64),  # f32 [num_tokens, width / 16]: the sum of 16 values as they were rounded
         ("width", np.int64),

@@ -10,7 +10,7 @@ from shared.native.records import Record, record
 from shared.native.task import SCRATCH_BYTES, address_of, aligned_zeros
 from shared.quants.block_bytes import Bytes, Floats
 from shared.quants.block_format import BlockFormat
-from shared.quants.matrix import GATHERED, GROUP, HALF_GROUP, MATRIX, MAX_WIDTH, PLANE
+from shared.quants.matrix import CODE_STRIDE, GATHERED, GROUP, HALF_GROUP, MATRIX, MAX_WIDTH, PLANE
 from shared.quants.quantising import quantise_task
 
 _TASK = ctypes.CFUNCTYPE(None, *4 * (ctypes.c_int64,))
@@ -29,7 +29,7 @@ def gather_task(fmt: BlockFormat) -> int:
 
 def uses_codes(fmt: BlockFormat) -> bool:
     """Whether that task reads the plane's codes, so that `quantise_task` has to run before it."""
-    return fmt.uses_codes
+    return fmt.activation_bytes > 0
 
 
 _memory = threading.local()
@@ -48,7 +48,7 @@ class ActivationPlane:
     def __init__(self, x: Floats) -> None:
         num_tokens, width = x.shape
         self.floats = np.ascontiguousarray(x)
-        self.codes: NDArray[np.uint8] = np.empty((num_tokens, width), np.uint8)
+        self.codes: NDArray[np.uint8] = np.empty((num_tokens, CODE_STRIDE * width), np.uint8)
         self.scales: Floats = np.empty((num_tokens, width // GROUP), np.float32)
         self.sums: Floats = np.empty((num_tokens, width // HALF_GROUP), np.float32)
         self.record = record(
@@ -62,7 +62,7 @@ class ActivationPlane:
         )
 
     def quantise(self) -> None:
-        """Fills codes, scales and sums in."""
+        """Fills in everything but the floats."""
         run_task(quantise_task(), self.record, 0, self.scales.size)
 
 

@@ -21,7 +21,7 @@ def warm(
     jobs: dict[str, Callable[[], object]] = {}
     for fmt in multiplied:
         jobs[f"products with {fmt.type.name}"] = partial(getattr, fmt, "multiply_task")
-        if fmt.uses_codes:
+        if fmt.activation_bytes:
             jobs["activations"] = quantise_task
     for fmt in decoded:
         jobs[f"rows of {fmt.type.name}"] = partial(getattr, fmt, "decode")

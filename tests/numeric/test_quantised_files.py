@@ -1,9 +1,9 @@
 """Quantised files against the exact values of their own blocks.
 
 The portable kernels keep activations in float32, so they are as close to the reference on a quantised file as
-on any other. The others round activations to 8 bits, as llama.cpp does, whose divergence on these models is
-5e-4 to 4e-3 on average. A few positions, where two experts were nearly tied, make most of an average: hence
-the medians.
+on any other; the others, with activations of 16 bits, come near to that. With 8 bits, as llama.cpp has, whose
+divergence on these models is 5e-4 to 4e-3 on average, a few positions where two experts were nearly tied make
+most of an average: hence the medians.
 """
 
 import numpy as np
@@ -55,19 +55,25 @@ def test_mixed_types(prepared: Prepared) -> None:
 
 @all_profiles
 def test_rounded_activations(prepared: Prepared) -> None:
-    """The same with the kernels that this CPU gets."""
+    """The same with the kernels that this CPU gets. (1e-8, measured, where no tie of experts breaks.)"""
     token_ids = prepared.prompt(120)
     expected, logits = prepared.expected(token_ids), prepared.model.logits(token_ids, [100, *[1] * 10])
     found = divergences(expected, logits)
-    assert np.median(found) <= 4e-3
-    assert found.mean() <= 8e-3
+    assert np.median(found) <= 1e-6
+    assert found.mean() <= 3e-3
 
 
 @all_profiles
 def test_not_further_off_than_llama_cpp(prepared: Prepared) -> None:
-    """The same file, the same tokens."""
+    """The same file, the same tokens, and activations rounded to as many bits."""
     token_ids = prepared.prompt(120)
     expected = prepared.expected(token_ids)
+    with using_kernels("auto", "int8"):
+        found = divergences(
+            expected, InProcessModel(prepared.reference.path).logits(token_ids, [100, *[1] * 20])
+        )
+    assert np.median(found) <= 4e-3
+    assert found.mean() <= 8e-3
     try:
         theirs = llama_cpp.logits(prepared.reference.path, token_ids)
     except llama_cpp.LlamaUnavailableError as error:
@@ -75,7 +81,7 @@ def test_not_further_off_than_llama_cpp(prepared: Prepared) -> None:
     their_divergence = divergences(expected, theirs).mean()
     if their_divergence > 0.1:
         pytest.skip(f"llama.cpp computes something else: its divergence is {their_divergence:.2g}")
-    assert divergences(expected, prepared.model.logits(token_ids)).mean() <= 1.5 * their_divergence
+    assert found.mean() <= 1.5 * their_divergence
 
 
 @pytest.mark.parametrize("type_name", SUPPORTED)
@@ -88,5 +94,7 @@ def test_one_type_throughout(type_name: str, tmp_path_factory: pytest.TempPathFa
         token_ids = exact.prompt(50)
         expected, logits = exact.expected(token_ids), exact.model.logits(token_ids, [45, *[1] * 5])
     assert np.abs(logits - expected).max() <= 2e-4
-    rounded = InProcessModel(reference.path).logits(token_ids, [45, *[1] * 5])
-    assert np.median(divergences(expected, rounded)) <= 1e-3
+    for activations, limit in (("int16", 1e-6), ("int8", 1e-3)):
+        with using_kernels("auto", activations):
+            rounded = InProcessModel(reference.path).logits(token_ids, [45, *[1] * 5])
+        assert np.median(divergences(expected, rounded)) <= limit

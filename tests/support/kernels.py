@@ -9,10 +9,11 @@ from shared.quants.quantising import quantise_task
 
 
 @contextmanager
-def using_kernels(name: str) -> Iterator[None]:
-    """Inside, whatever is newly made computes with the kernels of that name, one of `quants.CHOICES`."""
+def using_kernels(name: str, activations: str = "int16") -> Iterator[None]:
+    """Inside, whatever is newly made computes with the kernels of that name, one of `quants.CHOICES`, and
+    activations rounded as said, one of `quants.ACTIVATIONS`."""
     _forget()
-    choose_kernels(name)
+    choose_kernels(name, activations)
     try:
         yield
     finally:

@@ -19,7 +19,9 @@ from shared.gguf.model import GGUFModel
 from shared.gguf.types import tensor_type_named
 from shared.model_config import read_model_config
 from shared.native.team import Team
+from shared.quants.matrix import NUM_STEPS
 from shared.work_slots import ExpertHeader, expert_ring
+from tests.support.kernels import using_kernels
 from tests.support.tiny_model import EXPERT_WIDTH, HIDDEN, NUM_EXPERTS, tiny_model
 
 # A thread that never returns from native code can only be ended with its process.
@@ -47,20 +49,22 @@ def stored(values: Floats, type_name: str) -> tuple[bytes, NDArray[np.float64]]:
     return raw.tobytes(), (scales.astype(np.float64) * codes).reshape(values.shape)
 
 
-@pytest.fixture(scope="module", params=["F32", "Q8_0"])
+@pytest.fixture(scope="module", params=[("F32", "int16"), ("Q8_0", "int16"), ("Q8_0", "int8")], ids="-".join)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[GGUFModel, Matrices, str]]:
     """A model whose first layer has known experts, and their type."""
+    type_name, activations = request.param
     rng = np.random.default_rng(1)
     described, matrices = tiny_model(), {}
     for name, shape in SHAPES.items():
         values = rng.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
         tensor = described.tensors[f"blk.0.ffn_{name}_exps.weight"]
-        tensor.type_name = request.param
-        tensor.data, matrices[name] = stored(values, request.param)
-    with GGUFModel(described.write(tmp_path_factory.mktemp("tiny") / "tiny.gguf")) as opened:
-        yield opened, matrices, request.param
+        tensor.type_name = type_name
+        tensor.data, matrices[name] = stored(values, type_name)
+    path = described.write(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+    with GGUFModel(path) as opened, using_kernels("auto", activations):
+        yield opened, matrices, type_name
 
 
 def routes(num_tokens: int, seed: int = 0, num_routes: int = 2) -> tuple[Floats, NDArray[np.int32], Floats]:
@@ -71,12 +75,17 @@ def routes(num_tokens: int, seed: int = 0, num_routes: int = 2) -> tuple[Floats,
     return x, ids, rng.random((num_tokens, num_routes)).astype(np.float32)
 
 
+def activation_bytes(type_name: str) -> int:
+    return quants.block_format(tensor_type_named(type_name).type_id).activation_bytes
+
+
 def rounded(x: NDArray[np.float64], type_name: str) -> NDArray[np.float64]:
-    """Activations as the kernels of that type read them: where they round, to 255 values for every 32."""
-    if not quants.uses_codes(quants.block_format(tensor_type_named(type_name).type_id)):
+    """Activations as the kernels of that type read them."""
+    num_bytes = activation_bytes(type_name)
+    if num_bytes == 0:
         return x
     groups = x.reshape(-1, 32)
-    scales = np.abs(groups).max(1, keepdims=True) / 127
+    scales = np.abs(groups).max(1, keepdims=True) / NUM_STEPS[num_bytes]
     return (np.rint(groups / np.where(scales > 0, scales, 1)) * scales).reshape(x.shape)
 
 
@@ -97,7 +106,7 @@ def in_float64(
 
 def agrees(out: Floats, expected: NDArray[np.float64], type_name: str) -> bool:
     """Whether only the order of additions differs, and here and there a value was rounded the other way."""
-    limit = 1e-5 if type_name == "F32" else 5e-3
+    limit = {0: 1e-5, 1: 5e-3, 2: 2e-5}[activation_bytes(type_name)]
     return bool(np.abs(out - expected).max() <= limit * np.abs(expected).max() + 1e-12)
 
 

@@ -3,11 +3,20 @@
 import numpy as np
 import pytest
 
-from shared.config import CPU_KERNELS
+from shared.config import CPU_ACTIVATIONS, CPU_KERNELS
 from shared.errors import ResourceError
 from shared.gguf.types import tensor_type_named
-from shared.quants import CHOICES, block_format, choice, choose_kernels, instruction_set, matmul, uses_codes
-from shared.quants.simd.instruction_set import ALL, AVX2
+from shared.quants import (
+    ACTIVATIONS,
+    CHOICES,
+    block_format,
+    choice,
+    choose_kernels,
+    kernel_target,
+    matmul,
+    uses_codes,
+)
+from shared.quants.simd.instruction_set import ALL, AVX2, Target
 from tests.support.kernels import using_kernels
 from tests.support.quant_blocks import dequantize, random_rows
 
@@ -15,17 +24,20 @@ from tests.support.quant_blocks import dequantize, random_rows
 def test_the_setting_names_them_all() -> None:
     """The settings list them by hand, since importing the kernels takes long."""
     assert set(CPU_KERNELS) == set(CHOICES)
+    assert ACTIVATIONS == CPU_ACTIVATIONS
 
 
 def test_auto_takes_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, instructions in enumerate(ALL):
         monkeypatch.setattr(choice, "supported", lambda number=number: ALL[number:])
         with using_kernels("auto"):
-            assert instruction_set() is instructions
-            assert choose_kernels("auto") == instructions.name
+            for activations, num_bytes in (("int16", 2), ("int8", 1)):
+                assert choose_kernels("auto", activations) == f"{instructions.name}-{activations}"
+                assert kernel_target() == Target(instructions, num_bytes)
+            assert choose_kernels("auto") == f"{instructions.name}-int16"
     monkeypatch.setattr(choice, "supported", tuple)
     with using_kernels("auto"):
-        assert instruction_set() is None
+        assert kernel_target() is None
         assert choose_kernels("auto") == "portable"
 
 

@@ -164,6 +164,6 @@ def test_warming_reports_progress() -> None:
     quantised, floats = (block_format(tensor_type_named(name).type_id) for name in ("Q8_0", "F32"))
     seen: list[tuple[int, int, str]] = []
     warm([quantised, floats, quantised], [floats], on_progress=lambda *progress: seen.append(progress))
-    activations = ["activations"] if quantised.uses_codes else []
+    activations = ["activations"] if quantised.activation_bytes else []
     names = [*activations, "products with F32", "products with Q8_0", "rows of F32"]
     assert seen == [(number, len(names), name) for number, name in enumerate(names, start=1)]

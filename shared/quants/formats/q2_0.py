@@ -16,7 +16,7 @@ from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription
 from shared.quants.simd.multiply import QuantisedWays
-from shared.quants.simd.vector import I8, I32, I64, Value
+from shared.quants.simd.vector import I8, I16, I64, Value
 
 _VALUES = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3).astype(np.float32) - np.float32(1)
 """[256, 4]: the four values in a byte, for a scale of 1."""
@@ -44,10 +44,15 @@ class _Groups(GroupDescription):
         if code.instructions.has_multishift:
             word = block.quad_word(2 + 8 * group).broadcast(4).as_type(I8, 32)
             return (code.bytes_from_bits(word, _FIRST_BITS[:32]) & 3) - 1
-        # A byte holds four weights; spread over four bytes in two steps of a shift each.
-        packed = block.bytes(2 + 8 * group, 8).zero_extended(I32)
-        pairs = (packed | packed << 12) & 0x000F000F
-        return ((pairs | pairs << 6) & 0x03030303).as_type(I8, 32) - 1
+        # A byte holds four weights. Each half of it moves to the upper byte of a 16-bit number, whose product
+        # shifts one of the half's weights to its lower byte and leaves one in the upper.
+        eight = block.quad_word(2 + 8 * group).broadcast(4).as_type(I8, 32)
+        places = [4 * (byte // 16) + byte % 16 // 4 for byte in range(32)]
+        halves = code.bytes_shuffled(eight, places).as_type(I16, 16) & code.constant(
+            I16, [0x0F00, 0xF000] * 8
+        )
+        both = code.upper_products(halves, code.constant(I16, [65 << 8, 65 << 4] * 8))
+        return (both & 0x0303).as_type(I8, 32) - 1
 
     def pair_codes(self, first: tuple[Block, int], second: tuple[Block, int]) -> Value:
         code, block = first[0].code, first[0]

@@ -4,8 +4,9 @@
 name     instructions                                                      typical CPUs
 ======== ================================================================= ===============================
 avx2     AVX2, FMA, F16C                                                   since 2013 (Intel), 2017 (AMD)
-avx512   and AVX-512 F, BW, VL, DQ, VNNI, VBMI, BITALG: sums of products   since 2019 (Intel), 2022 (AMD)
-         of bytes in one instruction, registers twice as wide and as many
+avxvnni  and AVX-VNNI: sums of products of bytes in one instruction        since 2021 (Intel), 2024 (AMD)
+avx512   AVX2 and AVX-512 F, BW, VL, DQ, VNNI, VBMI, BITALG: the same,     since 2019 (Intel), 2022 (AMD)
+         registers twice as wide and as many
 ======== ================================================================= ===============================
 
 On any other CPU the portable kernels serve.
@@ -36,10 +37,26 @@ class InstructionSet:
 
 
 AVX2 = InstructionSet("avx2", _AVX2, lanes32=8, has_vnni=False, has_multishift=False, most_row_tokens=4)
+AVXVNNI = InstructionSet(
+    "avxvnni", (*_AVX2, "avxvnni"), lanes32=8, has_vnni=True, has_multishift=False, most_row_tokens=4
+)
 AVX512 = InstructionSet("avx512", _AVX512, lanes32=16, has_vnni=True, has_multishift=True, most_row_tokens=8)
 
-ALL = (AVX512, AVX2)
+ALL = (AVX512, AVXVNNI, AVX2)
 """The best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What kernels are made for: the instructions, and to how many bytes activations are rounded, 1 or 2."""
+
+    instructions: InstructionSet
+    activation_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Of both."""
+        return f"{self.instructions.name}-int{8 * self.activation_bytes}"
 
 
 @functools.cache

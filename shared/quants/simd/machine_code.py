@@ -1,4 +1,4 @@
-"""From written code to an address: compiled for one instruction set, kept in the cache."""
+"""From written code to an address: compiled for one target, kept in the cache."""
 
 import hashlib
 import logging
@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import binding, ir
 
 from shared.quants.compile_cache import cache_folder
-from shared.quants.simd.instruction_set import InstructionSet
+from shared.quants.simd.instruction_set import InstructionSet, Target
 
 # One shuffle with a constant from memory rather than two without: every CPU with AVX2 is quick at them.
 _TUNING = ("fast-variable-crosslane-shuffle", "fast-variable-perlane-shuffle")
@@ -38,15 +38,15 @@ class Module:
     is_scheduled: bool = True
 
 
-def compile_function(name: str, instructions: InstructionSet, *modules: Module) -> int:
+def compile_function(name: str, target: Target, *modules: Module) -> int:
     """The address of the function `name` of modules that may call each other's functions; each is compiled,
     or comes from the cache."""
     with _lock:
-        machine = _target_machine(instructions)
+        machine = _target_machine(target.instructions)
         engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
         for module in modules:
             folder = cache_folder()
-            path = folder / f"{module.name}.{instructions.name}.o" if folder is not None else None
+            path = folder / f"{module.name}.{target.name}.o" if folder is not None else None
             object_code = _read(path)
             if object_code is None:
                 object_code = _compile(module, machine)

@@ -1,4 +1,4 @@
-"""The multiply task of one format for one instruction set: which kernel it takes for how many tokens."""
+"""The multiply task of one format for one target: which kernel it takes for how many tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,9 +7,10 @@ from typing import Protocol
 from llvmlite import ir
 
 from shared.gguf.types import TensorType
+from shared.quants.matrix import CODE_STRIDE
 from shared.quants.simd.description import GroupDescription
 from shared.quants.simd.float_kernel import FloatKernel, ReadFloats
-from shared.quants.simd.instruction_set import InstructionSet
+from shared.quants.simd.instruction_set import InstructionSet, Target
 from shared.quants.simd.machine_code import Module, compile_function
 from shared.quants.simd.row_kernel import RowKernel
 from shared.quants.simd.tile_kernel import TileKernel
@@ -85,7 +86,7 @@ class QuantisedWays:
         inputs = [
             kernel.write_inputs(
                 width,
-                call.codes + width * token,
+                call.codes + width * (CODE_STRIDE * token),
                 call.scales + (width >> 5) * (4 * token),
                 call.sums + (width >> 4) * (4 * token),
                 call.scratch + kernel.input_bytes(width) * token,
@@ -109,7 +110,7 @@ class QuantisedWays:
             call.scratch,
             call.width,
             tokens,
-            call.codes + token * call.width,
+            call.codes + token * call.width * CODE_STRIDE,
             call.scales + token * (call.width >> 5) * 4,
             call.sums + token * (call.width >> 4) * 4,
         )
@@ -154,32 +155,32 @@ class FloatWays:
         return kernel.write_products(call.scratch, call.width, tokens, call.floats + token * call.width * 4)
 
 
-def compile_multiply(kind: TensorType, ways: Ways, instructions: InstructionSet) -> int:
+def compile_multiply(kind: TensorType, ways: Ways, target: Target) -> int:
     """The address of the task, compiled or from the cache."""
     name = f"multiply_{kind.name}"
-    return compile_function(name, instructions, *modules_of(name, ways, instructions))
+    return compile_function(name, target, *modules_of(name, ways, target))
 
 
-def modules_of(name: str, ways: Ways, instructions: InstructionSet) -> tuple[Module, Module]:
+def modules_of(name: str, ways: Ways, target: Target) -> tuple[Module, Module]:
     """The task `name`, with its ways for few tokens, and what it calls for many."""
     many = f"{name}_many"
     return (
-        Module(name, partial(_write_task, name=name, many=many, ways=ways, instructions=instructions)),
+        Module(name, partial(_write_task, name=name, many=many, ways=ways, target=target)),
         Module(
             many,
-            partial(_write_many_task, name=many, ways=ways, instructions=instructions),
+            partial(_write_many_task, name=many, ways=ways, target=target),
             is_scheduled=ways.is_tile_scheduled,
         ),
     )
 
 
-def _write_task(module: ir.Module, name: str, many: str, ways: Ways, instructions: InstructionSet) -> None:
+def _write_task(module: ir.Module, name: str, many: str, ways: Ways, target: Target) -> None:
     task = declare_task(module, name)
-    code, arguments = begin_function(task, instructions)
+    code, arguments = begin_function(task, target)
     num_tokens = Call(code, arguments).num_tokens
-    for tokens in range(1, ways.most_few(instructions) + 1):
+    for tokens in range(1, ways.most_few(target.instructions) + 1):
         write = partial(ways.write_few, tokens=tokens)
-        few = _write_part(module, f"{name}_{tokens}", instructions, write)
+        few = _write_part(module, f"{name}_{tokens}", target, write)
         is_this = code.builder.icmp_signed("==", num_tokens.ir, code.integer(tokens).ir)
         with code.builder.if_then(is_this):
             code.call(few, arguments)
@@ -188,13 +189,13 @@ def _write_task(module: ir.Module, name: str, many: str, ways: Ways, instruction
     code.builder.ret_void()
 
 
-def _write_many_task(module: ir.Module, name: str, ways: Ways, instructions: InstructionSet) -> None:
+def _write_many_task(module: ir.Module, name: str, ways: Ways, target: Target) -> None:
     passes = []
-    for tokens in _pass_sizes(ways, instructions):
+    for tokens in _pass_sizes(ways, target.instructions):
         write = partial(_write_pass, ways=ways, tokens=tokens)
-        passes.append(_write_part(module, f"{name}_{tokens}", instructions, write, num_arguments=6))
+        passes.append(_write_part(module, f"{name}_{tokens}", target, write, num_arguments=6))
     task = declare_task(module, name)
-    code, arguments = begin_function(task, instructions)
+    code, arguments = begin_function(task, target)
     _write_many(code, Call(code, arguments), ways, passes)
     code.builder.ret_void()
 
@@ -209,7 +210,7 @@ def _pass_sizes(ways: Ways, instructions: InstructionSet) -> range:
 def _write_part(
     module: ir.Module,
     name: str,
-    instructions: InstructionSet,
+    target: Target,
     write: Callable[[Code, Call], None],
     num_arguments: int = 4,
 ) -> ir.Function:
@@ -217,7 +218,7 @@ def _write_part(
     function = ir.Function(module, ir.FunctionType(VOID, [I64] * num_arguments), name)
     function.attributes.add("noinline")
     function.linkage = "internal"
-    code, arguments = begin_function(function, instructions)
+    code, arguments = begin_function(function, target)
     write(code, Call(code, arguments))
     code.builder.ret_void()
     return function
@@ -230,10 +231,10 @@ def declare_task(module: ir.Module, name: str) -> ir.Function:
     return function
 
 
-def begin_function(function: ir.Function, instructions: InstructionSet) -> tuple[Code, list[Value]]:
+def begin_function(function: ir.Function, target: Target) -> tuple[Code, list[Value]]:
     """Begins to write it: the code and its arguments."""
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    code = Code(function.module, builder, instructions)
+    code = Code(function.module, builder, target)
     # The entry block keeps the variables, the code begins after it.
     body = builder.append_basic_block("body")
     builder.branch(body)

@@ -1,4 +1,4 @@
-"""Sums of products of bytes, by what the instruction set has for them."""
+"""Sums of products of bytes and of words, by what the instruction set has for them."""
 
 from shared.quants.simd.vector import I8, I16, I32, Code, Value, vector_type
 
@@ -6,8 +6,8 @@ from shared.quants.simd.vector import I8, I16, I32, Code, Value, vector_type
 LARGEST_NARROW_CODE = 64
 
 
-class ByteDots:
-    """For vectors of `lanes32` 32-bit lanes, four bytes a lane."""
+class Dots:
+    """For vectors of `lanes32` 32-bit lanes, four bytes or two words a lane."""
 
     def __init__(self, code: Code, lanes32: int) -> None:
         self._code = code
@@ -32,6 +32,35 @@ class ByteDots:
             name = f"llvm.x86.avx512.vpdpbusd.{self._bits}"
             return self._code.intrinsic(name, sums.ir.type, sums, unsigned, signed)
         return sums + self.widen(self.pairs(unsigned, signed))
+
+    def widened(self, codes: Value) -> tuple[Value, Value]:
+        """Unsigned bytes as words: of every 16 the lower eight, and the upper eight.
+
+        Where sums of products are waited for, this is a fifth faster on Intel than taking bytes in even and
+        in odd places, whose shift needs the same port.
+        """
+        zeros = self._code.like(codes, 0)
+        parts = range(0, codes.lanes, 16)
+        low, high = (
+            codes.shuffled(
+                [
+                    lane
+                    for part in parts
+                    for byte in range(first, first + 8)
+                    for lane in (part + byte, codes.lanes)
+                ],
+                zeros,
+            ).as_type(I16, codes.lanes // 2)
+            for first in (0, 8)
+        )
+        return low, high
+
+    def add_words(self, sums: Value, left: Value, right: Value) -> Value:
+        """sums + products of signed 16-bit numbers, two to a lane."""
+        if self.has_vnni:
+            name = f"llvm.x86.avx512.vpdpwssd.{self._bits}"
+            return self._code.intrinsic(name, sums.ir.type, sums, left, right)
+        return sums + self.scaled(left, right)
 
     def pairs(self, unsigned: Value, signed: Value) -> Value:
         """Products added in pairs, in 16 bits (AVX2)."""

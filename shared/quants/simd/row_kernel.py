@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from shared.gguf.types import TensorType
 from shared.quants.matrix import GROUP, HALF_GROUP
 from shared.quants.simd.description import Block, Blocks, GroupDescription, NumberedScales
-from shared.quants.simd.registers import LARGEST_NARROW_CODE, ByteDots
+from shared.quants.simd.registers import LARGEST_NARROW_CODE, Dots
 from shared.quants.simd.vector import FLOAT, I8, I16, Code, Value, Variable, total_of
 
 _GROUP_LANES = 8
 # Sums of products in turn, so that one addition need not wait for the one before.
 _NUM_SUMS = 2
-# Blocks of one scale are short; so many groups are taken in one round of the loop.
-_GROUPS_A_ROUND = 4
+# Blocks of one scale are short; so many of them, and of groups, are taken in one round of the loop at most.
+_BLOCKS_A_ROUND = 4
+_GROUPS_A_ROUND = 8
 # How far ahead of the reads memory is asked for. Anything from 1 to 4 KiB does.
 _PREFETCH_BYTES = 2048
 
@@ -31,14 +32,16 @@ class Inputs:
     codes: Value
     scales: Value
     sums: Value
+    code_bytes: int
     sum_bytes: int
 
     def at(self, group: Value) -> "Inputs":
         """From a group on."""
         return Inputs(
-            self.codes + group * GROUP,
+            self.codes + group * (GROUP * self.code_bytes),
             self.scales + group * 4,
             self.sums + group * self.sum_bytes,
+            self.code_bytes,
             self.sum_bytes,
         )
 
@@ -53,16 +56,23 @@ class RowKernel:
         # Groups that share a register.
         self._side_by_side = code.instructions.lanes32 // _GROUP_LANES
         self._lanes = code.instructions.lanes32
-        self._dots = ByteDots(code, self._lanes)
+        self._dots = Dots(code, self._lanes)
+        # Of an activation.
+        self._code_bytes = code.activation_bytes
         self._groups = kind.block_size // GROUP
         self._has_one_scale = description.scale_size >= kind.block_size
         is_narrow = description.largest_magnitude <= LARGEST_NARROW_CODE
-        self._uses_signs = not is_narrow and not code.instructions.has_vnni
+        self._uses_signs = not is_narrow and not code.instructions.has_vnni and self._code_bytes == 1
         self._bias = 0 if self._uses_signs else -description.smallest_code
 
     @property
-    def _blocks_a_round(self) -> int:
-        return max(1, _GROUPS_A_ROUND // self._groups)
+    def _rounds(self) -> list[int]:
+        """How many blocks a round takes: as many as there may be, then, for what is left, fewer."""
+        rounds = [max(1, min(_BLOCKS_A_ROUND, _GROUPS_A_ROUND // self._groups))]
+        while rounds[-1] > 1:
+            # Of 32 weights hardly ever one is left: the widths of models are multiples of 128.
+            rounds.append(rounds[-1] // 2 if self._groups > 1 else 1)
+        return rounds
 
     def _pairs(self, num_groups: int) -> list[tuple[int, int]]:
         """Which groups of a round share a register."""
@@ -90,34 +100,52 @@ class RowKernel:
 
     def input_bytes(self, width: Value) -> Value:
         """What `write_inputs` writes for a token, in whole cache lines."""
-        return (width + (width >> 3) + 63) & -64
+        return (width * self._code_bytes + (width >> 3) + 63) & -64
 
     def write_inputs(self, width: Value, codes: Value, scales: Value, sums: Value, to: Value) -> Inputs:
         """Copies one token's codes, signed and in the order in which rows are decoded, and adds up its sums
         where they are wanted of whole groups."""
         self._write_codes(width, codes, to)
         if not self._needs_sums or not self._sums_of_groups:
-            return Inputs(to, scales, sums, sum_bytes=8)
+            return Inputs(to, scales, sums, self._code_bytes, sum_bytes=8)
         code = self._code
+        own_sums = to + width * self._code_bytes
         with code.loop(0, width >> 5) as group:
             total = code.load(FLOAT, 2, sums + group * 8).total()
-            code.store(total, to + width + group * 4, align=4)
-        return Inputs(to, scales, to + width, sum_bytes=4)
+            code.store(total, own_sums + group * 4, align=4)
+        return Inputs(to, scales, own_sums, self._code_bytes, sum_bytes=4)
 
     def _write_codes(self, width: Value, codes: Value, to: Value) -> None:
         code = self._code
-        num_groups = self._blocks_a_round * self._groups
-        halves = list(range(2 * num_groups))
-        if self._side_by_side == 2:
-            halves = [half for pair in self._pairs(num_groups) for half in self._pair_halves(pair)]
-        size = num_groups * GROUP
-        in_rounds = width - code.remainder(width, size)
-        with code.loop(0, in_rounds, size) as at:
-            for place, half in enumerate(halves):
-                signed = code.load(I8, HALF_GROUP, codes + at + half * HALF_GROUP) ^ -128
-                code.store(signed, to + at + place * HALF_GROUP, align=HALF_GROUP)
-        with code.loop(in_rounds, width, HALF_GROUP) as at:
-            code.store(code.load(I8, HALF_GROUP, codes + at) ^ -128, to + at, align=HALF_GROUP)
+        done = code.integer(0)
+        for count in self._rounds:
+            num_groups, size = count * self._groups, count * self._kind.block_size
+            until = width - code.remainder(width, size)
+            with code.loop(done, until, size) as at:
+                read, written = codes + at * self._code_bytes, to + at * self._code_bytes
+                for halves in self._register_halves(num_groups):
+                    self._write_register(read, halves, written)
+                    written = written + len(halves) * HALF_GROUP * self._code_bytes
+            done = until
+
+    def _register_halves(self, num_groups: int) -> list[list[int]]:
+        """The halves of groups that each register of a round holds, in its order."""
+        if self._side_by_side == 1 or num_groups == 1:
+            return [[2 * group, 2 * group + 1] for group in range(num_groups)]
+        return [self._pair_halves(pair) for pair in self._pairs(num_groups)]
+
+    def _write_register(self, codes: Value, halves: list[int], to: Value) -> None:
+        """What is multiplied with one register of weights: bytes as those lie; of words first those that
+        belong to the lower eight of every 16 weights, then the others."""
+        code = self._code
+        for place, half in enumerate(halves):
+            if self._code_bytes == 1:
+                signed = code.load(I8, HALF_GROUP, codes + half * HALF_GROUP) ^ -128
+                code.store(signed, to + place * HALF_GROUP, align=HALF_GROUP)
+                continue
+            for upper in (0, 1):
+                words = code.load(I16, 8, codes + (2 * half + upper) * HALF_GROUP)
+                code.store(words, to + (upper * len(halves) + place) * HALF_GROUP, align=HALF_GROUP)
 
     def write(self, row: Value, width: Value, tokens: list[Inputs], spare: Value) -> list[Value]:
         """The products of the row at address `row` with each token; `spare` is the address of memory for 16
@@ -136,13 +164,12 @@ class RowKernel:
             for line in range(0, count * kind.block_bytes, 64):
                 code.prefetch(address + (_PREFETCH_BYTES + line))
 
-        a_round = self._blocks_a_round
-        whole = num_blocks - (num_blocks & (a_round - 1))
-        with code.loop(0, whole, a_round) as first:
-            write_round(first, a_round)
-        if a_round > 1:
-            with code.loop(whole, num_blocks) as first:
-                write_round(first, 1)
+        done = code.integer(0)
+        for count in self._rounds:
+            until = num_blocks & -count
+            with code.loop(done, until, count) as first:
+                write_round(first, count)
+            done = until
         return [total_of(sums) for sums in totals]
 
     def _write_round(
@@ -170,7 +197,7 @@ class RowKernel:
             for number, scales in enumerate(combined):
                 code.store(scales, spare + 64 * number, align=4)
         for place, (codes, halves) in enumerate(self._registers(blocks, num_groups)):
-            dots = self._dots_of(codes, place, tokens)
+            dots = self._dots_of(codes, place, tokens, len(halves))
             for number, (dot, sums) in enumerate(zip(dots, totals, strict=True)):
                 if is_spread_by_memory:
                     factor = code.load(FLOAT, 0, spare + (64 * number + 4 * place), align=4)
@@ -183,7 +210,8 @@ class RowKernel:
     @property
     def _scales_numbers(self) -> bool:
         """Whether products are scaled as 16-bit integers, which on AVX2 costs no more than adding them up."""
-        return isinstance(self._description, NumberedScales) and not self._dots.has_vnni
+        is_numbered = isinstance(self._description, NumberedScales)
+        return is_numbered and not self._dots.has_vnni and self._code_bytes == 1
 
     def _write_numbered(
         self,
@@ -272,13 +300,21 @@ class RowKernel:
         missing = self._lanes * (1 if values.element == FLOAT else 4) - values.lanes
         return values.shuffled([*range(values.lanes), *([values.lanes] * missing)], zeros)
 
-    def _dots_of(self, codes: Value, place: int, tokens: list[Inputs]) -> list[Value]:
-        """The sums of products of a round's register number `place` with each token, as floats; lane i has
-        its bytes 4i to 4i + 3."""
+    def _dots_of(self, codes: Value, place: int, tokens: list[Inputs], num_halves: int) -> list[Value]:
+        """The sums of products of a round's register number `place`, which holds so many halves of groups,
+        with each token, as floats. Four lanes belong to the 16 weights of a half: each to four of them."""
+        size = 4 * self._lanes
+        if self._code_bytes == 1:
+            add = self._dots.add_signed if self._uses_signs else self._dots.add
+            loaded = [self._code.load(I8, size, token.codes + place * size) for token in tokens]
+            return [add(self._dots.zero(), codes, activations).to_float() for activations in loaded]
+        weights = self._dots.widened(codes)
         results = []
         for token in tokens:
-            size = 4 * self._lanes
-            activations = self._code.load(I8, size, token.codes + place * size)
-            add = self._dots.add_signed if self._uses_signs else self._dots.add
-            results.append(add(self._dots.zero(), codes, activations).to_float())
+            sums = self._dots.zero()
+            for upper in (0, 1):
+                address = token.codes + (2 * place * size + upper * num_halves * HALF_GROUP)
+                activations = self._code.load(I16, size // 2, address)
+                sums = self._dots.add_words(sums, weights[upper], activations)
+            results.append(sums.to_float())
         return results

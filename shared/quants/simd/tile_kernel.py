@@ -1,24 +1,24 @@
 """Several tokens: a tile of rows is decoded once, and then multiplied with all of them.
 
-A tile is as many rows as a register has 32-bit lanes, R of them. Its codes are interleaved, four of one row
-beside four of the next, so that one instruction multiplies R rows with four activations of a token that stand
-in every lane, and no sum across lanes is ever needed:
+A tile is as many rows as a register has 32-bit lanes, R of them. Its codes are interleaved, as many of one
+row as fit into a lane beside those of the next, so that one instruction multiplies R rows with the
+activations of a token that stand in every lane, and no sum across lanes is ever needed:
 
-    codes    i8  [width / 4, R, 4]
-    offsets  i32 [width / scale_size, R]   where sums of products begin
+    codes    i16 [width / 2, R, 2] for activations of two bytes, i8 [width / 4, R, 4] for those of one
+    offsets  i32 [width / scale_size, R]   where sums of products with bytes begin
     scales   f32 [width / scale_size, R]
     minimums f32 [width / scale_size, R]   of formats that have them
 
-Activations come as unsigned bytes, 128 more than they are. What that adds, 128 times the sum of the codes,
+Activations of one byte are unsigned, 128 more than they are. What that adds, 128 times the sum of the codes,
 depends on the weights alone: the sums begin that much lower.
 """
 
 from shared.gguf.types import TensorType
-from shared.quants.matrix import GROUP
+from shared.quants.matrix import CODE_STRIDE, GROUP
 from shared.quants.simd.description import Block, GroupDescription
-from shared.quants.simd.registers import LARGEST_NARROW_CODE, ByteDots
+from shared.quants.simd.registers import LARGEST_NARROW_CODE, Dots
 from shared.quants.simd.transposing import transposed
-from shared.quants.simd.vector import FLOAT, I8, I32, Code, Value, Variable
+from shared.quants.simd.vector import FLOAT, I8, I16, I32, NO_BYTE, Code, Value, Variable
 
 _ACTIVATION_BIAS = 128
 
@@ -33,9 +33,12 @@ class TileKernel:
         self.num_rows = code.instructions.lanes32
         # One scale for a whole block is as good as one for each group of it.
         self._scale_size = min(description.scale_size, GROUP)
-        self._dots = ByteDots(code, self.num_rows)
+        self._dots = Dots(code, self.num_rows)
         self._is_narrow = description.largest_magnitude <= LARGEST_NARROW_CODE
-        self._uses_signs = not self._is_narrow and not code.instructions.has_vnni
+        self._code_bytes = code.activation_bytes
+        is_wide = not self._is_narrow and not code.instructions.has_vnni
+        self._uses_signs = is_wide and self._code_bytes == 1
+        self._has_offsets = not self._uses_signs and self._code_bytes == 1
 
     # Where things lie in the scratch memory
 
@@ -43,7 +46,7 @@ class TileKernel:
         scale_bytes = (width * (4 * self.num_rows)) >> (4 if self._scale_size == 16 else 5)
         staging = scratch
         codes = staging + self.num_rows * self._kind.block_size
-        offsets = codes + width * self.num_rows
+        offsets = codes + width * (self.num_rows * self._code_bytes)
         return _Tile(
             staging=staging,
             codes=codes,
@@ -94,10 +97,25 @@ class TileKernel:
             if self.num_rows == 16:
                 staged = [staged[row].joined(staged[row + 8]) for row in range(8)]
             quads = [quad.as_type(I8, 4 * self.num_rows) for quad in transposed(staged)]
-            for number, quad in enumerate(quads):
-                code.store(quad, tile.codes + (first + at + 4 * number) * self.num_rows, align=32)
-            if not self._uses_signs:
+            written = tile.codes + (first + at) * (self.num_rows * self._code_bytes)
+            for quad in quads:
+                for stored in [quad] if self._code_bytes == 1 else self._pairs_of(quad):
+                    code.store(stored, written, align=32)
+                    written = written + 4 * self.num_rows
+            if self._has_offsets:
                 self._write_offsets(tile, first + at, quads)
+
+    def _pairs_of(self, quad: Value) -> list[Value]:
+        """Four bytes a row as two words a row, and two more."""
+        code, result = self._code, []
+        for first in (0, 2):
+            # To the upper byte of a word: from there a shift extends the sign.
+            places = [
+                4 * (byte // 4) + first + byte % 4 // 2 if byte % 2 else NO_BYTE for byte in range(16)
+            ] * (self.num_rows // 4)
+            words = code.bytes_shuffled(quad, places).as_type(I16, 2 * self.num_rows)
+            result.append(words.shifted_right(8))
+        return result
 
     def _write_offsets(self, tile: "_Tile", at: Value, quads: list[Value]) -> None:
         """Of the group of weights from `at` on, whose interleaved codes are `quads`."""
@@ -145,7 +163,7 @@ class TileKernel:
         code = self._code
         group = at >> 5
         tokens = range(len(totals))
-        inputs = [x + width * token + at for token in tokens]
+        inputs = [x + width * (CODE_STRIDE * token) + at * self._code_bytes for token in tokens]
         x_scales = [scales + ((width >> 5) * token + group) * 4 for token in tokens]
         parts = GROUP // self._scale_size
         by_token: list[Value | None] = [None for _ in tokens]
@@ -180,12 +198,14 @@ class TileKernel:
     ) -> list[Value]:
         """Sums of products over the weights of one scale, for each token."""
         code, lanes = self._code, self.num_rows
+        if self._code_bytes == 2:
+            return self._word_sums(tile, at, part, inputs)
         quads = range(part * self._scale_size // 4, (part + 1) * self._scale_size // 4)
-        if self._uses_signs:
-            sums = [self._dots.zero() for _ in inputs]
-        else:
+        if self._has_offsets:
             offsets = code.load(I32, lanes, tile.offsets + place, align=32)
             sums = [offsets for _ in inputs]
+        else:
+            sums = [self._dots.zero() for _ in inputs]
         depth = self._depth()
         pairs: list[Value | None] = [None for _ in inputs]
         for count, quad in enumerate(quads, start=1):
@@ -205,6 +225,17 @@ class TileKernel:
                 if count % depth == 0 or count == len(quads):
                     sums[token] = sums[token] + self._dots.widen(products)
                     pairs[token] = None
+        return sums
+
+    def _word_sums(self, tile: "_Tile", at: Value, part: int, inputs: list[Value]) -> list[Value]:
+        """The same with activations of two bytes."""
+        code, lanes = self._code, self.num_rows
+        sums = [self._dots.zero() for _ in inputs]
+        for pair in range(part * self._scale_size // 2, (part + 1) * self._scale_size // 2):
+            weights = code.load(I16, 2 * lanes, tile.codes + (at + 2 * pair) * (2 * lanes), align=32)
+            for token, address in enumerate(inputs):
+                two = code.load(I32, 0, address + 4 * pair).broadcast(lanes).as_type(I16, 2 * lanes)
+                sums[token] = self._dots.add_words(sums[token], weights, two)
         return sums
 
     def _depth(self) -> int:

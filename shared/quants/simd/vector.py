@@ -17,7 +17,7 @@ from typing import Any, Union
 from llvmlite import ir
 from numpy.typing import NDArray
 
-from shared.quants.simd.instruction_set import InstructionSet
+from shared.quants.simd.instruction_set import Target
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 HALF, FLOAT, DOUBLE, VOID = ir.HalfType(), ir.FloatType(), ir.DoubleType(), ir.VoidType()
@@ -28,6 +28,9 @@ _SHUFFLES = {
     32: "llvm.x86.avx2.pshuf.b",
     64: "llvm.x86.avx512.pshuf.b.512",
 }
+
+NO_BYTE = -128
+"""In `Code.bytes_shuffled`, the place of a byte that becomes 0."""
 
 Operand = Union["Value", int, float]
 
@@ -90,6 +93,10 @@ class Value:
 
     def __rshift__(self, other: Operand) -> "Value":
         return self._with(other, "lshr")
+
+    def shifted_right(self, bits: int) -> "Value":
+        """Of signed integers: the sign is shifted in."""
+        return self._with(bits, "ashr")
 
     __radd__, __rmul__, __rand__, __ror__ = __add__, __mul__, __and__, __or__
 
@@ -184,10 +191,11 @@ def total_of(variables: Sequence[Variable]) -> Value:
 class Code:
     """A function that is being written."""
 
-    def __init__(self, module: ir.Module, builder: ir.IRBuilder, instructions: InstructionSet) -> None:
+    def __init__(self, module: ir.Module, builder: ir.IRBuilder, target: Target) -> None:
         self.module = module
         self.builder = builder
-        self.instructions = instructions
+        self.instructions = target.instructions
+        self.activation_bytes = target.activation_bytes
 
     # Values
 
@@ -342,8 +350,12 @@ class Code:
         return self.intrinsic(_SHUFFLES[index.lanes], index.ir.type, entries, index)
 
     def bytes_shuffled(self, values: Value, places: Sequence[int]) -> Value:
-        """Each byte from a place (0 to 15) of its own 16 bytes: one instruction, and never another."""
+        """Each byte from a place of its own 16 bytes, 0 to 15, or NO_BYTE: one instruction, and no other."""
         return self.intrinsic(_SHUFFLES[values.lanes], values.ir.type, values, self.constant(I8, places))
+
+    def upper_products(self, left: Value, right: Value) -> Value:
+        """The upper halves of products of 16 unsigned 16-bit numbers."""
+        return self.intrinsic("llvm.x86.avx2.pmulhu.w", left.ir.type, left, right)
 
     def _pointer(self, address: Value, kind: ir.Type) -> Any:
         return self.builder.inttoptr(address.ir, ir.PointerType(kind))
