@@ -1,7 +1,7 @@
 """Whether Strata's answers are as good as llama.cpp's: both against exact arithmetic on the same file.
 
-Each rounds activations on its way, llama.cpp to 8 bits, and moves the logits a little by it. How much is the mean
-Kullback-Leibler divergence of its predictions from those of Strata's portable kernels, which compute in
+Each rounds activations on its way, llama.cpp to 8 bits, and moves the logits a little by it. How much is the
+mean Kullback-Leibler divergence of its predictions from those of Strata's portable kernels, which compute in
 float32 with the decoded weights and agree with transformers.
 """
 

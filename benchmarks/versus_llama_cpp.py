@@ -19,7 +19,9 @@ it may be (see `benchmarks.quality`) the exit code is 1, whatever the speed.
 
 Claims: `decode_ratio`, `prefill_512_ratio`, `prefill_2048_ratio`, `first_token_ratio` (over 1: Strata is
 faster), `memory_ratio` (under 1: Strata takes less); the same with `_server` and `_in_process` against one of
-the two; and the medians that they are quotients of.
+the two; the medians that they are quotients of; and, of models that no cache holds,
+`read_limit_tokens_per_s`, at which memory delivers what a token reads, and `decode_read_share`, Strata's part
+of that (over 1 where a cache keeps some of it).
 """
 
 import argparse
@@ -49,6 +51,7 @@ from benchmarks.quality import (
     has_portable_kernels,
     strata_logits,
 )
+from benchmarks.read_limit import read_bytes_per_s, token_bytes
 from benchmarks.report import Report, describe_machine, median, memory_bytes, say, table
 from benchmarks.slices import PROFILES, default_directory, ensure_slice
 from benchmarks.streaming import AnswerError, Generation
@@ -58,6 +61,7 @@ from shared.gguf.model import GGUFModel
 DECODE, PREFILL_512, PREFILL_2048 = "decode", "prefill_512", "prefill_2048"
 _PREFILL_TOKENS = {PREFILL_512: 512, PREFILL_2048: 2048}
 KINDS = (DECODE, PREFILL_512, PREFILL_2048)
+_LEAST_READ_BYTES = 400 << 20
 _DECODE_PROMPT = 32
 _QUALITY_PROMPT = 48
 _WARM_UP_PROMPT, _WARM_UP_NEW = 384, 4
@@ -374,6 +378,22 @@ def warm_page_cache(model: GGUFModel, report: Report) -> None:
                 continue
 
 
+def claim_read_limit(path: Path, cpus: set[int], report: Report) -> None:
+    """How fast memory would let anybody decode, and how near to that Strata came."""
+    with GGUFModel(path) as model:
+        needed = token_bytes(model)
+        if needed < _LEAST_READ_BYTES:
+            report.note(f"no read limit: the {needed / 1e6:.0f} MB that a token reads may lie in caches")
+            return
+        bytes_per_s = read_bytes_per_s(model, cpus)
+    report.details["read_limit"] = {"token_bytes": needed, "bytes_per_s": bytes_per_s}
+    limit = bytes_per_s / needed
+    say(f"a token reads {needed / 1e6:.0f} MB, {len(cpus)} threads read {bytes_per_s / 1e9:.1f} GB/s")
+    report.claim("read_limit_tokens_per_s", limit)
+    if decoded := report.claims.get("strata_decode_tokens_per_s"):
+        report.claim("decode_read_share", decoded / limit)
+
+
 def _as_table(results: Results) -> str:
     rows = []
     for name, kinds in sorted(results.runs.items()):
@@ -448,6 +468,7 @@ def run(model_path: Path, parsed: argparse.Namespace, plan: Plan, report: Report
     report.details["runs"] = _details(results)
     for name, value in speed_claims(results).items():
         report.claim(name, value)
+    claim_read_limit(model_path, cpus, report)
     if missing := results.missing():
         report.note(f"NOT MEASURED, the machine is too busy with something else: {'; '.join(missing)}")
         code = 1

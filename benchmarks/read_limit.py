@@ -1,0 +1,100 @@
+"""How fast memory can be read, the limit of decoding, and what one token has to read.
+
+Memory is asked for ahead of the reads: where a CPU's own prefetching is cautious, that is worth a third.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.report import median
+from shared.gguf.model import GGUFModel
+from shared.native.memory import prefetch
+
+Words = NDArray[np.uint64]
+
+_AHEAD_BYTES = 2048
+_LINE_WORDS = 8
+_PAGE_BYTES = 4096
+# More than any cache keeps, and read in a fraction of a second.
+_PIECE_BYTES = 256 << 20
+_NUM_TURNS = 5
+# Single rows are taken of these.
+_TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
+_EXPERTS = "_exps.weight"
+
+
+@numba.njit(nogil=True)
+def _read(words: Words, address: int) -> np.uint64:
+    """The result only keeps the compiler from leaving the reads out."""
+    found = np.uint64(0)
+    for first in range(0, words.size - _LINE_WORDS + 1, _LINE_WORDS):
+        prefetch(address + first * 8 + _AHEAD_BYTES)
+        for place in range(_LINE_WORDS):
+            found ^= words[first + place]
+    return found
+
+
+def read_all(words: Words) -> None:
+    """Reads every cache line of a C-contiguous array, a line or more."""
+    _read(words, words.ctypes.data)
+
+
+def token_bytes(model: GGUFModel) -> int:
+    """Bytes of weights that decoding one token reads: every matrix, and of the routed experts as many as are
+    used. The rows of the embedding and of the n-gram table are left out, and so is a draft block."""
+    prefix = str(model.metadata["general.architecture"])
+
+    def number(key: str, default: int | None = None) -> int:
+        value = model.metadata.get(f"{prefix}.{key}", default)
+        assert isinstance(value, int), key
+        return value
+
+    used, experts = number("expert_used_count"), number("expert_count")
+    num_layers = number("block_count") - number("nextn_predict_layers", 0)
+    total = 0.0
+    for name in model:
+        is_draft = name.startswith("blk.") and int(name.split(".")[1]) >= num_layers
+        if name in _TABLES or is_draft:
+            continue
+        share = used / experts if name.endswith(_EXPERTS) else 1
+        total += model.rows(name).nbytes * share
+    return round(total)
+
+
+def read_bytes_per_s(model: GGUFModel, cpus: set[int]) -> float:
+    """What one thread on each CPU reads of the mapped file together, each a piece of its own that no cache
+    holds: the median of a few turns, over other pieces where the file has them."""
+    largest = max(model, key=lambda name: model.rows(name).nbytes)
+    content = model.rows(largest).reshape(-1)
+    content = content[(-content.ctypes.data) % 64 :]
+    words: Words = content[: len(content) // 64 * 64].view(np.uint64)
+    size = min(_PIECE_BYTES // 8, len(words) // len(cpus) // 8 * 8)
+    pieces = [words[first : first + size] for first in range(0, len(words) - size + 1, size)]
+
+    def pinned(cpu: int, piece: Words) -> Callable[[], None]:
+        def work() -> None:
+            os.sched_setaffinity(0, {cpu})
+            read_all(piece)
+
+        return work
+
+    speeds = []
+    for turn in range(_NUM_TURNS):
+        chosen = [pieces[(turn * len(cpus) + number) % len(pieces)] for number in range(len(cpus))]
+        for piece in chosen:
+            # Every page of it mapped, and the reader compiled.
+            read_all(piece[:: _PAGE_BYTES // 8].copy())
+        with ThreadPoolExecutor(len(cpus)) as pool:
+            began = time.perf_counter()
+            for done in [
+                pool.submit(pinned(cpu, piece)) for cpu, piece in zip(sorted(cpus), chosen, strict=True)
+            ]:
+                done.result()
+            speeds.append(8 * size * len(cpus) / (time.perf_counter() - began))
+    return median(speeds)
