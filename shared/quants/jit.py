@@ -29,7 +29,7 @@ INTEGER = types.int64
 _log = logging.getLogger(__name__)
 _compiling = threading.Lock()
 # Their machine code is freed with them.
-_kept_tasks: list[Any] = []
+_kept_tasks: dict[int, Any] = {}
 
 
 def jitable(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -84,8 +84,14 @@ def compile_task(function: Callable[[int, int, int, int], None], name: str) -> i
             return numba.cfunc(signature, cache=folder is not None)(function)
 
     task = _cached(compile_for, function)
-    _kept_tasks.append(task)
+    _kept_tasks[int(task.address)] = task
     return int(task.address)
+
+
+def task_name(address: int) -> str | None:
+    """Under which name `compile_task` compiled it; None for what is not from there."""
+    task = _kept_tasks.get(address)
+    return None if task is None else str(task.__name__)
 
 
 def _cached(compile_for: Callable[[Path | None], Compiled], function: Callable[..., Any]) -> Compiled:

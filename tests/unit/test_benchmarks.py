@@ -16,6 +16,8 @@ from benchmarks.quality import NoReferenceError, Quality, compare
 from benchmarks.read_limit import read_bytes_per_s, token_bytes
 from benchmarks.report import Report, median, table
 from benchmarks.slices import PROFILES, REAL, ensure_slice, replaced, slice_bytes, tensors, write_slice
+from benchmarks.step_profile import claims as profile_claims
+from benchmarks.step_profile import profile
 from benchmarks.streaming import AnswerError, Generation
 from benchmarks.versus_llama_cpp import DECODE, MAX_FOREIGN_CPUS, Results, Run, speed_claims
 from shared.gguf.model import GGUFModel
@@ -203,6 +205,23 @@ def test_what_a_token_reads(tmp_path: Path) -> None:
         # Two of eight are chosen.
         assert token_bytes(model) == sum(sizes.values()) - tables - experts * 6 // 8
         assert read_bytes_per_s(model, os.sched_getaffinity(0)) > 0
+
+
+def test_every_step_of_a_token_is_named_once(tmp_path: Path) -> None:
+    """Weights that no step accounts for, or two, would make the table of a profile a wrong one."""
+    path = tmp_path / "slice.gguf"
+    write_slice(path, _TINY, "q4_k", 0, lambda *_: None)
+    with GGUFModel(path) as model:
+        steps = profile(model, num_threads=1, num_tokens=3)
+        num_bytes = sum(step.num_runs * step.num_bytes for step in steps.values())
+        # Vectors and convolutions are copied at load; of a model as small as this they are some percent.
+        assert 0.92 * token_bytes(model) <= num_bytes <= token_bytes(model)
+    assert steps["routed experts"].num_runs == _TINY.num_hidden_layers
+    assert all(len(step.tokens) == 3 and "?" not in name for name, step in steps.items())
+    found = profile_claims(steps, _TINY.num_hidden_layers)
+    total = 1e6 * sum(step.seconds for step in steps.values())
+    per_layer = sum(value for name, value in found.items() if name.endswith("_per_layer"))
+    assert per_layer * _TINY.num_hidden_layers + found["head_us"] == pytest.approx(total)
 
 
 def test_speed_is_against_the_faster_llama_cpp() -> None:
