@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.blocks import decode, random_blocks
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
+from benchmarks.peak import peak_mac_per_s
 from benchmarks.processes import CpuWatch
 from benchmarks.read_limit import read_all
 from benchmarks.report import Report, describe_machine, median, say, table
@@ -40,6 +41,7 @@ from shared.quants import (
     BlockFormat,
     block_format,
     choose_kernels,
+    kernel_target,
     multiply_task,
     uses_codes,
 )
@@ -359,6 +361,13 @@ def main() -> int:
         )
     report.details["read_limit_gb_per_s"] = median(cell.matrix_bytes / cell.read_s / 1e9 for cell in cells)
     say(f"one core reads {report.details['read_limit_gb_per_s']:.1f} GB/s")
+    if (target := kernel_target()) is not None:
+        peak = peak_mac_per_s(target)
+        best = max(cell.ours_gmac_per_s for cell in cells) / (peak / 1e9)
+        report.details["peak_gmac_per_s"] = peak / 1e9
+        say(
+            f"one core multiplies {peak / 1e9:.0f} GMAC/s in registers; the fastest cell has {best:.0%} of it"
+        )
     report.details["cells"] = [
         asdict(cell)
         | {

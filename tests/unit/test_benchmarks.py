@@ -11,6 +11,7 @@ from benchmarks.blocks import decode, random_blocks
 from benchmarks.contenders import LlamaInProcess
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
 from benchmarks.kernels import CLAIMED_FORMATS, Cell, claims, compare_ours, interleave, own_claims
+from benchmarks.peak import peak_mac_per_s
 from benchmarks.processes import CpuWatch, cpu_seconds, family
 from benchmarks.quality import NoReferenceError, Quality, compare
 from benchmarks.read_limit import read_bytes_per_s, token_bytes
@@ -23,6 +24,7 @@ from benchmarks.versus_llama_cpp import DECODE, MAX_FOREIGN_CPUS, Results, Run, 
 from shared.gguf.model import GGUFModel
 from shared.gguf.types import tensor_type_named
 from shared.model_config import read_model_config
+from shared.quants.simd.instruction_set import Target, supported
 from shared.tensor_catalog import check_tensors
 from tools.demo_model.config import CONTROL_TOKENS
 
@@ -192,6 +194,13 @@ def test_claims_about_our_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None
 def test_our_kernels_take_turns() -> None:
     """With themselves they are level, give or take what a machine does to turns of a few milliseconds."""
     assert 0.2 < compare_ours(("Q8_0", 1), ("Q8_0", 1), 2, 0.05) < 5
+
+
+def test_the_peak_is_a_peak() -> None:
+    """For every way kernels multiply here; more than what no CPU can do would be a loop optimised away."""
+    for instructions in supported():
+        for num_bytes in (1, 2):
+            assert 1e9 < peak_mac_per_s(Target(instructions, num_bytes)) < 5e12
 
 
 def test_what_a_token_reads(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class TileKernel:
         code = self._code
         group = at >> 5
         tokens = range(len(totals))
-        inputs = [x + width * (CODE_STRIDE * token) + at * self._code_bytes for token in tokens]
+        inputs = self._spread_addresses(x + at * self._code_bytes, width * CODE_STRIDE, len(totals))
         x_scales = [scales + ((width >> 5) * token + group) * 4 for token in tokens]
         parts = GROUP // self._scale_size
         by_token: list[Value | None] = [None for _ in tokens]
@@ -192,6 +192,12 @@ class TileKernel:
                 for token in tokens:
                     x_sum = code.load(FLOAT, 0, x_sums[token] + 4 * half, align=4).broadcast(self.num_rows)
                     totals[token].set(code.fused_multiply_add(minimums, x_sum, totals[token].get()))
+
+    def _spread_addresses(self, first: Value, stride: Value, count: int) -> list[Value]:
+        """So many addresses, `stride` bytes apart. An instruction adds a register, or twice a register, to
+        another and a constant: with one register for every three addresses none has to be computed."""
+        bases = [self._code.kept(first + stride * number) for number in range(0, count, 3)]
+        return [bases[number // 3] + stride * (number % 3) for number in range(count)]
 
     def _part_sums(
         self, tile: "_Tile", at: Value, part: int, inputs: list[Value], place: Value

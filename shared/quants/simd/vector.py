@@ -276,6 +276,11 @@ class Code:
             table.linkage, table.global_constant, table.initializer, table.align = "internal", True, data, 64
         return self.value(self.builder.ptrtoint(table, I64))
 
+    def kept(self, value: Value) -> Value:
+        """The same integer, in a register of its own: LLVM knows no more what it was computed from."""
+        kind = ir.FunctionType(I64, [I64])
+        return self.value(self.builder.asm(kind, "", "=r,0", [value.ir], side_effect=False))
+
     # Control
 
     @contextmanager
