@@ -29,6 +29,8 @@ _HALVES: dict[str, tuple[tuple[int, float], ...]] = {
     "Q5_K": ((0, 1.0), (2, 15.5)),
     "Q6_K": ((208, 1.0),),
 }
+RANDOM_TYPES = tuple(_HALVES)
+"""The types there are random blocks of."""
 
 
 def random_blocks(type_name: str, num_blocks: int, spread: float, rng: np.random.Generator) -> Bytes:

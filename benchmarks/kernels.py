@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.blocks import decode, random_blocks
+from benchmarks.blocks import RANDOM_TYPES, decode, random_blocks
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
 from benchmarks.peak import peak_mac_per_s
 from benchmarks.processes import CpuWatch
@@ -298,6 +298,27 @@ def _as_table(cells: Sequence[Cell]) -> str:
     )
 
 
+def _formats(text: str) -> list[str]:
+    names = text.split(",")
+    if wrong := [name for name in names if name not in RANDOM_TYPES]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {','.join(RANDOM_TYPES)}")
+    return names
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [_number(part) for part in text.split(",")]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
 def main() -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -305,9 +326,9 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="under a minute, wider error")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets all results")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="default %(default)s")
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="default %(default)s")
-    parser.add_argument("--matrices", type=int, default=300, help="of each format (default %(default)s)")
+    parser.add_argument("--formats", default=FORMATS, type=_formats, help=f"default {','.join(FORMATS)}")
+    parser.add_argument("--batches", default=BATCHES, type=_numbers, help=f"default {_listed(BATCHES)}")
+    parser.add_argument("--matrices", type=_number, default=300, help="of each format (default %(default)s)")
     parser.add_argument("--cpu-kernels", default="auto", choices=CHOICES, help="ours (default %(default)s)")
     parser.add_argument("--cpu-activations", default="int16", choices=ACTIVATIONS, help="default %(default)s")
     parser.add_argument("--cpu", type=int, help="CPU to run on (default the last usable one)")
@@ -325,8 +346,8 @@ def main() -> int:
     use_one_blas_thread()
     cell_s = 0.6 if parsed.quick else 3.0
     settings = {
-        "formats": parsed.formats.split(","),
-        "batches": [int(number) for number in parsed.batches.split(",")],
+        "formats": list(parsed.formats),
+        "batches": list(parsed.batches),
         "matrices": parsed.matrices,
         "rows": NUM_ROWS,
         "width": WIDTH,
@@ -348,6 +369,8 @@ def main() -> int:
             measured = list(measure_format(ggml, type_name, settings["batches"], parsed.matrices, cell_s))
             cells += measured
             say(_as_table(measured))
+        own_cells = {(cell.type_name, cell.num_tokens) for cell in cells}
+        found = claims(cells) | own_claims(own_cells, parsed.matrices, cell_s)
     except (LlamaUnavailableError, ArithmeticError) as error:
         print(f"kernels: {error}", file=sys.stderr)
         return 1
@@ -379,8 +402,7 @@ def main() -> int:
         }
         for cell in cells
     ]
-    own = {(cell.type_name, cell.num_tokens) for cell in cells}
-    for name, value in (claims(cells) | own_claims(own, parsed.matrices, cell_s)).items():
+    for name, value in found.items():
         report.claim(name, value)
     if parsed.json:
         report.write(parsed.json)

@@ -24,8 +24,9 @@ _PAGE_BYTES = 4096
 # More than any cache keeps, and read in a fraction of a second.
 _PIECE_BYTES = 256 << 20
 _NUM_TURNS = 5
-# Single rows are taken of these.
-_TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
+# Single rows are taken of these; of the first, all, where a file has no other matrix for its head.
+_EMBEDDING, _NGRAM_TABLE = "token_embd.weight", "per_layer_token_embd.weight"
+_HEAD = "output.weight"
 _EXPERTS = "_exps.weight"
 
 
@@ -47,7 +48,7 @@ def read_all(words: Words) -> None:
 
 def token_bytes(model: GGUFModel) -> int:
     """Bytes of weights that decoding one token reads: every matrix, and of the routed experts as many as are
-    used. The rows of the embedding and of the n-gram table are left out, and so is a draft block."""
+    used. Rows of the embedding and of the n-gram table are left out, and so is a draft block."""
     prefix = str(model.metadata["general.architecture"])
 
     def number(key: str, default: int | None = None) -> int:
@@ -60,7 +61,7 @@ def token_bytes(model: GGUFModel) -> int:
     total = 0.0
     for name in model:
         is_draft = name.startswith("blk.") and int(name.split(".")[1]) >= num_layers
-        if name in _TABLES or is_draft:
+        if is_draft or name == _NGRAM_TABLE or (name == _EMBEDDING and _HEAD in model):
             continue
         share = used / experts if name.endswith(_EXPERTS) else 1
         total += model.rows(name).nbytes * share
@@ -88,8 +89,9 @@ def read_bytes_per_s(model: GGUFModel, cpus: set[int]) -> float:
     for turn in range(_NUM_TURNS):
         chosen = [pieces[(turn * len(cpus) + number) % len(pieces)] for number in range(len(cpus))]
         for piece in chosen:
-            # Every page of it mapped, and the reader compiled.
+            # Every page of it is mapped, and the reader compiled for memory that cannot be written.
             read_all(piece[:: _PAGE_BYTES // 8].copy())
+            read_all(piece[:_LINE_WORDS])
         with ThreadPoolExecutor(len(cpus)) as pool:
             began = time.perf_counter()
             for done in [

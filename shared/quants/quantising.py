@@ -2,7 +2,7 @@
 
 Every 32 neighbouring values share a scale, the largest magnitude over `NUM_STEPS`, so one outlier costs its
 neighbours precision and nobody else. (llama.cpp rounds to 8 bits, and its Q8_K shares a scale among 256.) The
-largest error of a value is half a scale with one byte, one and a half with two.
+largest error of a value is half a scale.
 """
 
 import functools

@@ -229,7 +229,7 @@ def files() -> Iterator[Stack]:
 
 def test_logits_do_not_depend_on_the_size_of_a_step(stack: Stack, files: Stack, tmp_path: Path) -> None:
     """The running stack reads the sequence in one step, the command in ten. Sums in another order can make an
-    activation that is rounded to 8 bits another code; a wrong state would move most logits by whole units."""
+    activation another code when it is rounded; a wrong state would move most logits by whole units."""
     token_ids = stack.post("/tokenize", {"prompt": "Once upon a time there was " * 5}).json["tokens"]
     np.save(tmp_path / "ids.npy", np.array(token_ids))
     size = -(-len(token_ids) // 10)

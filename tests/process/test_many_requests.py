@@ -285,7 +285,7 @@ def _num_open_files(stack: Stack) -> int:
 
 @pytest.fixture
 def exact_stack() -> Iterator[Stack]:
-    """A stack whose products round nothing. Where activations are rounded to 8 bits, the last bit of a sum,
+    """A stack whose products round nothing. Where activations are rounded, the last bit of a sum,
     which depends on how many tokens are multiplied at once, can decide between two codes."""
     with serving("--cpu-kernels", "portable") as running:
         yield running

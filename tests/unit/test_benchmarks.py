@@ -26,6 +26,7 @@ from shared.gguf.types import tensor_type_named
 from shared.model_config import read_model_config
 from shared.quants.simd.instruction_set import Target, supported
 from shared.tensor_catalog import check_tensors
+from tests.support.tiny_model import tiny_model
 from tools.demo_model.config import CONTROL_TOKENS
 
 _VOCABULARY = 512
@@ -214,6 +215,12 @@ def test_what_a_token_reads(tmp_path: Path) -> None:
         # Two of eight are chosen.
         assert token_bytes(model) == sum(sizes.values()) - tables - experts * 6 // 8
         assert read_bytes_per_s(model, os.sched_getaffinity(0)) > 0
+    described = tiny_model()
+    with GGUFModel(described.write(tmp_path / "own-head.gguf")) as model:
+        with_own_head, head_bytes = token_bytes(model), model.rows("output.weight").nbytes
+    del described.tensors["output.weight"]
+    with GGUFModel(described.write(tmp_path / "tied.gguf")) as model:
+        assert token_bytes(model) == with_own_head - head_bytes + model.rows("token_embd.weight").nbytes
 
 
 def test_every_step_of_a_token_is_named_once(tmp_path: Path) -> None:

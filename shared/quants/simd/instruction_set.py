@@ -4,7 +4,8 @@
 name     instructions                                                      typical CPUs
 ======== ================================================================= ===============================
 avx2     AVX2, FMA, F16C                                                   since 2013 (Intel), 2017 (AMD)
-avxvnni  and AVX-VNNI: sums of products of bytes in one instruction        since 2021 (Intel), 2024 (AMD)
+avxvnni  and AVX-VNNI: sums of products, of bytes or words, in one         since 2021 (Intel), 2024 (AMD)
+         instruction
 avx512   AVX2 and AVX-512 F, BW, VL, DQ, VNNI, VBMI, BITALG: the same,     since 2019 (Intel), 2022 (AMD)
          registers twice as wide and as many
 ======== ================================================================= ===============================

@@ -16,7 +16,7 @@ class Dots:
 
     @property
     def has_vnni(self) -> bool:
-        """Whether one instruction adds four products to a lane without ever saturating."""
+        """Whether one instruction adds four products of bytes, or two of words, to a lane."""
         return self._code.instructions.has_vnni
 
     def zero(self) -> Value:
