@@ -315,10 +315,6 @@ def _numbers(text: str) -> list[int]:
     return [_number(part) for part in text.split(",")]
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
-
-
 def main() -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -326,11 +322,14 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="under a minute, wider error")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets all results")
-    parser.add_argument("--formats", default=FORMATS, type=_formats, help=f"default {','.join(FORMATS)}")
-    parser.add_argument("--batches", default=BATCHES, type=_numbers, help=f"default {_listed(BATCHES)}")
+    parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default %(default)s")
+    batches = ",".join(map(str, BATCHES))
+    parser.add_argument("--batches", type=_numbers, default=batches, help="default %(default)s")
     parser.add_argument("--matrices", type=_number, default=300, help="of each format (default %(default)s)")
     parser.add_argument("--cpu-kernels", default="auto", choices=CHOICES, help="ours (default %(default)s)")
-    parser.add_argument("--cpu-activations", default="int16", choices=ACTIVATIONS, help="default %(default)s")
+    parser.add_argument(
+        "--cpu-activations", default=ACTIVATIONS[0], choices=ACTIVATIONS, help="default %(default)s"
+    )
     parser.add_argument("--cpu", type=int, help="CPU to run on (default the last usable one)")
     parsed = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -346,8 +345,8 @@ def main() -> int:
     use_one_blas_thread()
     cell_s = 0.6 if parsed.quick else 3.0
     settings = {
-        "formats": list(parsed.formats),
-        "batches": list(parsed.batches),
+        "formats": parsed.formats,
+        "batches": parsed.batches,
         "matrices": parsed.matrices,
         "rows": NUM_ROWS,
         "width": WIDTH,
@@ -402,8 +401,7 @@ def main() -> int:
         }
         for cell in cells
     ]
-    for name, value in found.items():
-        report.claim(name, value)
+    report.claim_all(found)
     if parsed.json:
         report.write(parsed.json)
     return 0

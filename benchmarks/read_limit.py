@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from benchmarks.report import median
 from shared.gguf.model import GGUFModel
+from shared.model_config import read_model_config
 from shared.native.memory import prefetch
+from shared.tensor_catalog import block_prefix
 
 Words = NDArray[np.uint64]
 
@@ -49,23 +51,26 @@ def read_all(words: Words) -> None:
 def token_bytes(model: GGUFModel) -> int:
     """Bytes of weights that decoding one token reads: every matrix, and of the routed experts as many as are
     used. Rows of the embedding and of the n-gram table are left out, and so is a draft block."""
-    prefix = str(model.metadata["general.architecture"])
-
-    def number(key: str, default: int | None = None) -> int:
-        value = model.metadata.get(f"{prefix}.{key}", default)
-        assert isinstance(value, int), key
-        return value
-
-    used, experts = number("expert_used_count"), number("expert_count")
-    num_layers = number("block_count") - number("nextn_predict_layers", 0)
-    total = 0.0
+    num_layers = read_model_config(model).num_layers
+    total = expert_bytes(model)
     for name in model:
         is_draft = name.startswith("blk.") and int(name.split(".")[1]) >= num_layers
-        if is_draft or name == _NGRAM_TABLE or (name == _EMBEDDING and _HEAD in model):
-            continue
-        share = used / experts if name.endswith(_EXPERTS) else 1
-        total += model.rows(name).nbytes * share
-    return round(total)
+        is_table = name == _NGRAM_TABLE or (name == _EMBEDDING and _HEAD in model)
+        if not (is_draft or is_table or name.endswith(_EXPERTS)):
+            total += model.rows(name).nbytes
+    return total
+
+
+def expert_bytes(model: GGUFModel) -> int:
+    """Of that, the routed experts'."""
+    config = read_model_config(model)
+    prefixes = [block_prefix(layer) for layer in range(config.num_layers)]
+    all_bytes = sum(
+        model.rows(name).nbytes
+        for name in model
+        if name.endswith(_EXPERTS) and any(name.startswith(prefix) for prefix in prefixes)
+    )
+    return all_bytes * config.num_experts_used // config.num_experts
 
 
 def read_bytes_per_s(model: GGUFModel, cpus: set[int]) -> float:

@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,6 +45,11 @@ class Report:
             raise ValueError(f"{name} has been claimed already")
         self.claims[name] = value
         print(f"{name}: {value:.4g}", flush=True)
+
+    def claim_all(self, values: Mapping[str, float]) -> None:
+        """Several, each under its name."""
+        for name, value in values.items():
+            self.claim(name, value)
 
     def note(self, text: str) -> None:
         """Prints a remark that a reader of the numbers needs, and keeps it."""

@@ -187,6 +187,28 @@ def ensure_slice(directory: Path, profile: str, num_layers: int) -> Path:
     return path
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What names the model to measure with: a slice by its profile, or a file."""
+    parser.add_argument(
+        "--profile",
+        help=f"a slice to measure with: {', '.join(PROFILES)}; with --model a name for the results",
+    )
+    parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="measure with this file instead")
+    parser.add_argument("--layers", type=int, default=4, help="of a slice (default %(default)s)")
+    parser.add_argument("--slice-dir", type=Path, default=default_directory(), help="default %(default)s")
+
+
+def check_model_arguments(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """Ends the program where they name none."""
+    if parsed.model is None and parsed.profile not in PROFILES:
+        parser.error(f"name a --profile ({', '.join(PROFILES)}) or a --model")
+
+
+def model_path(parsed: argparse.Namespace) -> Path:
+    """The file they name, a slice written first where it is not there. Raises OSError."""
+    return parsed.model or ensure_slice(parsed.slice_dir, parsed.profile, parsed.layers)
+
+
 def real_config(num_layers: int) -> DemoConfig:
     """The real model with so many layers."""
     return replaced(REAL, num_hidden_layers=num_layers)

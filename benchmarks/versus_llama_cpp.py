@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 from benchmarks.contenders import Contender, LlamaInProcess, LlamaServer, Strata
 from benchmarks.ggml import LlamaUnavailableError, library_path
+from benchmarks.page_cache import warm_page_cache
 from benchmarks.processes import CpuWatch
 from benchmarks.quality import (
     PORTABLE,
@@ -53,7 +54,7 @@ from benchmarks.quality import (
 )
 from benchmarks.read_limit import read_bytes_per_s, token_bytes
 from benchmarks.report import Report, describe_machine, median, memory_bytes, say, table
-from benchmarks.slices import PROFILES, default_directory, ensure_slice
+from benchmarks.slices import add_model_arguments, check_model_arguments, model_path
 from benchmarks.streaming import AnswerError, Generation
 from shared.errors import StrataError
 from shared.gguf.model import GGUFModel
@@ -79,7 +80,6 @@ MAX_FOREIGN_CPUS = 0.06
 13 % slower."""
 _MAX_TRIES = 3
 _QUIET_WINDOW_S = 0.5
-_READ_BYTES = 16 << 20
 
 
 class BusyError(Exception):
@@ -361,23 +361,6 @@ def judge(logits: Logits, model: Path, token_ids: Sequence[int], report: Report)
     return quality
 
 
-def warm_page_cache(model: GGUFModel, report: Report) -> None:
-    """Reads the whole file, and says so where it cannot stay in memory."""
-    num_bytes = model.num_bytes
-    room = memory_bytes("MemAvailable")
-    if num_bytes > room:
-        report.note(
-            f"the model has {num_bytes / 1e9:.1f} GB and does not fit into the {room / 1e9:.1f} GB of memory "
-            "that are available: what follows measures the disk too"
-        )
-        return
-    buffer = bytearray(_READ_BYTES)
-    for part in model.parts:
-        with part.path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                continue
-
-
 def claim_read_limit(path: Path, cpus: set[int], report: Report) -> None:
     """How fast memory would let anybody decode, and how near to that Strata came."""
     with GGUFModel(path) as model:
@@ -427,12 +410,12 @@ def _run_details(kind: str, run: Run) -> dict[str, Any]:
     }
 
 
-def run(model_path: Path, parsed: argparse.Namespace, plan: Plan, report: Report) -> int:
+def run(path: Path, parsed: argparse.Namespace, plan: Plan, report: Report) -> int:
     """Measures and prints; returns the exit code. Raises AnswerError, StrataError."""
     cpus = set(sorted(os.sched_getaffinity(0))[: parsed.threads])
     if len(cpus) < parsed.threads:
         report.note(f"{parsed.threads} CPUs are asked for, this process may use {len(cpus)}")
-    with GGUFModel(model_path) as model:
+    with GGUFModel(path) as model:
         warm_page_cache(model, report)
         prompts = Prompts(model, parsed.seed)
         report.model = {
@@ -443,9 +426,9 @@ def run(model_path: Path, parsed: argparse.Namespace, plan: Plan, report: Report
             "layers": int(model.metadata["qwen4exp.block_count"]),  # type: ignore[arg-type]
         }
         num_bytes = model.num_bytes
-    strata = Strata(model_path, cpus, _CONTEXT, shlex.split(parsed.strata_flags))
-    llama = LlamaInProcess(model_path, cpus, _CONTEXT)
-    server = LlamaServer(model_path, cpus, _CONTEXT)
+    strata = Strata(path, cpus, _CONTEXT, shlex.split(parsed.strata_flags))
+    llama = LlamaInProcess(path, cpus, _CONTEXT)
+    server = LlamaServer(path, cpus, _CONTEXT)
     loaded: tuple[Contender, ...] = (llama,) if plan.is_quick else (llama, server)
     if num_bytes * (1 + len(loaded)) + _SPARE_BYTES > memory_bytes("MemAvailable"):
         report.note("memory is too small to keep llama.cpp loaded: it is started anew for every turn")
@@ -466,9 +449,8 @@ def run(model_path: Path, parsed: argparse.Namespace, plan: Plan, report: Report
     results = match.results
     say(_as_table(results))
     report.details["runs"] = _details(results)
-    for name, value in speed_claims(results).items():
-        report.claim(name, value)
-    claim_read_limit(model_path, cpus, report)
+    report.claim_all(speed_claims(results))
+    claim_read_limit(path, cpus, report)
     if missing := results.missing():
         report.note(f"NOT MEASURED, the machine is too busy with something else: {'; '.join(missing)}")
         code = 1
@@ -477,7 +459,7 @@ def run(model_path: Path, parsed: argparse.Namespace, plan: Plan, report: Report
         report.note("quality is not judged, as asked for")
     elif logits is not None:
         try:
-            quality = judge(logits, model_path, token_ids, report)
+            quality = judge(logits, path, token_ids, report)
         except NoReferenceError as error:
             report.note(f"QUALITY NOT JUDGED: {error}")
             code = 1
@@ -495,13 +477,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--profile",
-        help=f"a slice to measure with: {', '.join(PROFILES)}; with --model a name for the results",
-    )
-    parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="measure with this file instead")
-    parser.add_argument("--layers", type=int, default=4, help="of a slice (default %(default)s)")
-    parser.add_argument("--slice-dir", type=Path, default=default_directory(), help="default %(default)s")
+    add_model_arguments(parser)
     parser.add_argument("--threads", type=int, default=2, help="and CPUs, for each (default %(default)s)")
     parser.add_argument("--rounds", type=int, help=f"default {FULL.rounds}; a quick run has one")
     parser.add_argument(
@@ -520,8 +496,7 @@ def main() -> int:
     parser.add_argument("--skip-quality", action="store_true", help="measure speed alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets all results")
     parsed = parser.parse_args()
-    if parsed.model is None and parsed.profile not in PROFILES:
-        parser.error(f"name a --profile ({', '.join(PROFILES)}) or a --model")
+    check_model_arguments(parser, parsed)
     plan = QUICK if parsed.quick else FULL
     if parsed.rounds is not None and not plan.is_quick:
         plan = replace(plan, rounds=max(1, parsed.rounds))
@@ -530,7 +505,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         library_path()
-        model_path = parsed.model or ensure_slice(parsed.slice_dir, parsed.profile, parsed.layers)
+        path = model_path(parsed)
         settings = {
             "profile": parsed.profile,
             "threads": parsed.threads,
@@ -544,8 +519,8 @@ def main() -> int:
         }
         # The minute of a quick run begins once the model is there.
         report = Report("versus_llama_cpp", settings)
-        say(f"{describe_machine()}; {model_path.name}, {parsed.threads} threads each")
-        code = run(model_path, parsed, plan, report)
+        say(f"{describe_machine()}; {path.name}, {parsed.threads} threads each")
+        code = run(path, parsed, plan, report)
     except (AnswerError, LlamaUnavailableError, StrataError, OSError) as error:
         print(f"versus_llama_cpp: {error}", file=sys.stderr)
         return 1

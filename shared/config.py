@@ -60,7 +60,7 @@ class CommonConfig:
         choices=CPU_KERNELS,
     )
     cpu_activations: str = setting(
-        "int16",
+        CPU_ACTIVATIONS[0],
         "what activations are rounded to for products with quantised weights on the CPU; int8 is as exact as "
         "llama.cpp and reads prompts faster, int16 has a 200th of its error",
         group=_COMPUTE,

@@ -8,14 +8,14 @@ CHOICES = ("auto", *(instructions.name for instructions in ALL), PORTABLE)
 
 _BYTES = {"int16": 2, "int8": 1}
 ACTIVATIONS = tuple(_BYTES)
-"""What activations are rounded to."""
+"""What activations are rounded to; the first unless told otherwise."""
 
 _is_portable = False
 _chosen: InstructionSet | None = None
-_activations = "int16"
+_activations = ACTIVATIONS[0]
 
 
-def choose_kernels(setting: str, activations: str = "int16") -> str:
+def choose_kernels(setting: str, activations: str = ACTIVATIONS[0]) -> str:
     """Takes the kernels named by `setting`, one of `CHOICES`, with activations as one of `ACTIVATIONS`;
     returns the names of what is used.
 

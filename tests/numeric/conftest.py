@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def prepare(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Prepared]":
     """Makes the model of a case or of a profile of types by its name."""
-    from tests.support.in_process import InProcessModel
+    from benchmarks.in_process import InProcessModel
     from tests.support.model_cases import CASES
     from tests.support.prepared import Prepared
     from tests.support.reference_model import make_reference

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.in_process import InProcessModel
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.model.batch import Batch, Span
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from tests.support.divergence import divergences
-from tests.support.in_process import InProcessModel
 from tests.support.kernels import using_kernels
 from tests.support.model_cases import CASES
 from tests.support.prepared import Prepared

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.in_process import InProcessModel
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.model.batch import Batch
 from shared import demo_model
@@ -18,7 +19,6 @@ from shared.gguf.model import GGUFModel
 from shared.ring import RingClient, SlotError
 from shared.work_slots import expert_ring
 from tests.support.expert_ring import CPU, open_ring, served, served_experts, served_features
-from tests.support.in_process import InProcessModel
 from tests.support.model_cases import CASES
 from tests.support.prepared import Prepared
 

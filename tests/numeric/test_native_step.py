@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.in_process import InProcessModel
 from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.model.interface import ProgressReport, Trunk
 from gpu_worker.model.qwen4exp import Qwen4Exp
@@ -18,7 +19,6 @@ from shared import demo_model
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
 from tests.support.divergence import divergences
-from tests.support.in_process import InProcessModel
 from tests.support.model_cases import CASES
 from tests.support.prepared import Prepared
 

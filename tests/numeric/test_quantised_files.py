@@ -9,10 +9,10 @@ most of an average: hence the medians.
 import numpy as np
 import pytest
 
+from benchmarks.in_process import InProcessModel
 from shared.quants import SUPPORTED
 from tests.support import llama_cpp
 from tests.support.divergence import divergences
-from tests.support.in_process import InProcessModel
 from tests.support.kernels import using_kernels
 from tests.support.model_file import FileLayout
 from tests.support.model_shapes import Shape

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared.gguf.types import tensor_type_named
-from shared.quants import SUPPORTED, block_format, choose_kernels
+from shared.quants import ACTIVATIONS, SUPPORTED, block_format, choose_kernels
 from shared.quants.quantising import quantise_task
 
 
 @contextmanager
-def using_kernels(name: str, activations: str = "int16") -> Iterator[None]:
+def using_kernels(name: str, activations: str = ACTIVATIONS[0]) -> Iterator[None]:
     """Inside, whatever is newly made computes with the kernels of that name, one of `quants.CHOICES`, and
     activations rounded as said, one of `quants.ACTIVATIONS`."""
     _forget()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.in_process import InProcessModel
+from benchmarks.in_process import InProcessModel
 from tests.support.reference_model import ReferenceModel, random_tokens
 
 

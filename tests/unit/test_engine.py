@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.in_process import InProcessModel
 from gpu_worker.engine import AbortAll
 from gpu_worker.state.sequence_state import SequenceState
 from shared.errors import WorkerFailedError
 from shared.messages import AbortRequest, RequestFailed, RequestFinished, Sampling
 from shared.ring import Arrays
 from shared.run_directory import Role
-from tests.support.in_process import InProcessModel
 from tests.support.running_engine import TIMEOUT_S, Answer, running_engine
 from tests.support.tiny_model import tiny_model
 

@@ -2,8 +2,8 @@
 
 from shared.quants.simd.vector import I8, I16, I32, Code, Value, vector_type
 
-# Neighbouring products are added in 16 bits: 2 * 255 * 64 just fits.
-LARGEST_NARROW_CODE = 64
+# Neighbouring products of bytes are added in 16 bits: 2 * 255 * 64 just fits.
+_LARGEST_NARROW_CODE = 64
 
 
 class Dots:
@@ -18,6 +18,11 @@ class Dots:
     def has_vnni(self) -> bool:
         """Whether one instruction adds four products of bytes, or two of words, to a lane."""
         return self._code.instructions.has_vnni
+
+    def needs_signs(self, largest_magnitude: int) -> bool:
+        """Whether codes of weights that large have to be multiplied by `add_signed`."""
+        is_in_16_bits = self._code.activation_bytes == 1 and not self.has_vnni
+        return is_in_16_bits and largest_magnitude > _LARGEST_NARROW_CODE
 
     def zero(self) -> Value:
         """Sums of nothing."""

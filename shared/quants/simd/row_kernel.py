@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shared.gguf.types import TensorType
 from shared.quants.matrix import GROUP, HALF_GROUP
 from shared.quants.simd.description import Block, Blocks, GroupDescription, NumberedScales
-from shared.quants.simd.registers import LARGEST_NARROW_CODE, Dots
+from shared.quants.simd.registers import Dots
 from shared.quants.simd.vector import FLOAT, I8, I16, Code, Value, Variable, total_of
 
 _GROUP_LANES = 8
@@ -61,8 +61,7 @@ class RowKernel:
         self._code_bytes = code.activation_bytes
         self._groups = kind.block_size // GROUP
         self._has_one_scale = description.scale_size >= kind.block_size
-        is_narrow = description.largest_magnitude <= LARGEST_NARROW_CODE
-        self._uses_signs = not is_narrow and not code.instructions.has_vnni and self._code_bytes == 1
+        self._uses_signs = self._dots.needs_signs(description.largest_magnitude)
         self._bias = 0 if self._uses_signs else -description.smallest_code
 
     @property

@@ -16,7 +16,7 @@ depends on the weights alone: the sums begin that much lower.
 from shared.gguf.types import TensorType
 from shared.quants.matrix import CODE_STRIDE, GROUP
 from shared.quants.simd.description import Block, GroupDescription
-from shared.quants.simd.registers import LARGEST_NARROW_CODE, Dots
+from shared.quants.simd.registers import Dots
 from shared.quants.simd.transposing import transposed
 from shared.quants.simd.vector import FLOAT, I8, I16, I32, NO_BYTE, Code, Value, Variable
 
@@ -34,10 +34,8 @@ class TileKernel:
         # One scale for a whole block is as good as one for each group of it.
         self._scale_size = min(description.scale_size, GROUP)
         self._dots = Dots(code, self.num_rows)
-        self._is_narrow = description.largest_magnitude <= LARGEST_NARROW_CODE
         self._code_bytes = code.activation_bytes
-        is_wide = not self._is_narrow and not code.instructions.has_vnni
-        self._uses_signs = is_wide and self._code_bytes == 1
+        self._uses_signs = self._dots.needs_signs(description.largest_magnitude)
         self._has_offsets = not self._uses_signs and self._code_bytes == 1
 
     # Where things lie in the scratch memory

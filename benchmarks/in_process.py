@@ -18,6 +18,7 @@ from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.model.batch import Batch, Span
+from gpu_worker.model.interface import RoutedExperts
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.state.sequence_state import SequenceState
 from shared.gguf.model import GGUFModel
@@ -31,9 +32,9 @@ from stager.ngram_table import NgramTable
 class LocalExperts:
     """The routed experts, computed when they are submitted."""
 
-    def __init__(self, model: GGUFModel, config: Qwen4ExpConfig) -> None:
+    def __init__(self, model: GGUFModel, config: Qwen4ExpConfig, team: Team) -> None:
         self._layers = [ExpertLayer(model, layer) for layer in range(config.num_layers)]
-        self._team = Team(1)
+        self._team = team
         self._output = torch.empty(0)
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
@@ -75,19 +76,29 @@ class RunningSequence:
 class InProcessModel:
     """A model file, ready to compute."""
 
-    def __init__(self, path: Path, torch_device: torch.device | None = None, num_threads: int = 1) -> None:
-        """On the CpuDevice, or on a TorchDevice where `torch_device` is given."""
-        model = GGUFModel(path)
+    def __init__(
+        self,
+        path: Path,
+        torch_device: torch.device | None = None,
+        num_threads: int = 1,
+        team: Team | None = None,
+    ) -> None:
+        """On the CpuDevice, or on a TorchDevice where `torch_device` is given. `team` computes everything
+        then, instead of one of `num_threads` and, for the experts, another of one."""
+        self.file = model = GGUFModel(path)
         self.config = read_model_config(model)
         check_tensors(model, self.config)
-        self.device: Device = (
-            CpuDevice(model, num_threads) if torch_device is None else TorchDevice(model, torch_device)
-        )
+        self.device: Device
+        if torch_device is None:
+            self.device = CpuDevice(model, num_threads)
+            self.device.team = team or self.device.team
+        else:
+            self.device = TorchDevice(model, torch_device)
         has_own_head = "output.weight" in model
         self.model = Qwen4Exp(
             self.device, self.config, has_own_head=has_own_head, report=lambda activity, progress: None
         )
-        self.experts = LocalExperts(model, self.config)
+        self.experts: RoutedExperts = LocalExperts(model, self.config, team or Team(1))
         ngram = self.config.ngram
         self.features = LocalFeatures(model, ngram, self.device.torch_device) if ngram is not None else None
 
