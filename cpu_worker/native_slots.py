@@ -36,7 +36,7 @@ SERVICE = fields(
     "num_used",
 )
 _service_at = reader(SERVICE)
-_LAYER, _NUM_TOKENS, _COMPUTE_NS = (8 * int(place) for place in ExpertHeader)
+_LAYER, _NUM_TOKENS, _COMPUTE_NS, _DISK_WAIT_NS = (8 * int(place) for place in ExpertHeader)
 
 
 def _compute_slot(params: int, slot: int, is_done: int, scratch: int) -> None:

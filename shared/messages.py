@@ -25,7 +25,7 @@ from msgspec import Meta
 from shared.arena import SegmentDescriptor
 
 # Raised with every change of a message or of a segment's meaning; peers of another number are refused.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -135,15 +135,44 @@ class PrefillProgress(Message, frozen=True):
     num_prompt_tokens: int
 
 
+class FileReads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was read from one file: `file` is its name without directory, `wait_s` how long someone had
+    nothing else to do than to wait for these reads."""
+
+    file: str
+    num_reads: int
+    num_bytes: int
+    wait_s: float
+
+
+class RouteCounts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which way the routes of a request's tokens to their experts went; together they are all routes."""
+
+    device: int = 0
+    ram: int = 0
+    disk: int = 0
+    skipped: int = 0
+
+
 class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a request's time went in the gpu_worker, in seconds. Steps shared with other requests count in
-    full for each of them; parts of a step that ran at the same time overlap."""
+    """Where a request's time went in the gpu_worker, in seconds, and what it was waited for. Times of steps
+    shared with other requests count in full for each of them; parts of a step that ran at the same time
+    overlap. Rows, routes and reads are counted for the request that needed them."""
 
     queue_s: float
     prefill_s: float
     decode_s: float
     ngram_wait_s: float
     expert_wait_s: float
+    ngram_rows: int = 0
+    """Rows of the n-gram table that its tokens needed."""
+    ngram_hits: int = 0
+    """Those of them that were in memory, be it because they were staged for this request."""
+    routes: RouteCounts = RouteCounts()
+    disk: list[FileReads] = []
+    """Reads that steps waited for, one entry a file. What was staged before is in PromptStaged."""
+    major_faults: int = 0
+    """Of all workers during its steps: pages of mapped files that were waited for, one at a time."""
 
 
 class RequestFinished(Message, frozen=True):
@@ -164,7 +193,7 @@ class RequestFailed(Message, frozen=True):
     reason: str
 
 
-# Staging: gateway -> stager.
+# Staging: gateway -> stager, and what came of it.
 
 
 class StagePrompt(Message, frozen=True):
@@ -175,6 +204,21 @@ class StagePrompt(Message, frozen=True):
     prompt_token_ids: list[TokenId]
 
 
+class PromptStaged(Message, frozen=True):
+    """stager -> gateway. Once for each StagePrompt whose rows were brought into memory, wholly or until it
+    was forgotten."""
+
+    request_id: str
+    num_rows: int
+    """Rows that were looked up, each row of the table once in a piece of the prompt."""
+    num_hits: int
+    """Those of them that were in memory already."""
+    reads: FileReads
+    seconds: float
+    depth: float
+    """Reads in flight, on average over the time in which there was one."""
+
+
 class ForgetPrompt(Message, frozen=True):
     """gateway -> stager. The request is over; staging that has not begun may be dropped. Idempotent."""
 
@@ -182,7 +226,15 @@ class ForgetPrompt(Message, frozen=True):
 
 
 FromConnecting = (
-    Hello | Ready | Heartbeat | Farewell | TokenChunk | PrefillProgress | RequestFinished | RequestFailed
+    Hello
+    | Ready
+    | Heartbeat
+    | Farewell
+    | TokenChunk
+    | PrefillProgress
+    | RequestFinished
+    | RequestFailed
+    | PromptStaged
 )
 FromBinding = Init | Refusal | Farewell | GenerateRequest | AbortRequest | StagePrompt | ForgetPrompt
 AnyMessage = FromConnecting | FromBinding

@@ -2,7 +2,7 @@
 
 ::
 
-    segment:  | submitted | completed | server sleeps | client sleeps | in use | slot 0 | slot 1 | ...
+    segment:  | submitted | completed | server sleeps | client sleeps | in use | status | slot 0 | ...
     slot:     | the caller's arrays | error |                                      the words are u64
 
     client                                     server
@@ -19,6 +19,9 @@ passes it and again once `completed` has; in between it is the server's. Slots c
 Each side says in a word of its own when it sleeps in the kernel, so that the other one need not wake it
 otherwise (`shared.native.ring`, which is also how machine code serves and submits; both ways may take turns,
 on either side).
+
+While the server works on a slot it notes in `status` how it gets on (`shared.native.ring.RingStatus`): a
+client gives a wait up only after a time in which nothing was noted.
 
 `in use` is set by the client while more submissions are to be expected: a server that is asked to leave waits
 for it to be 0.
@@ -46,14 +49,14 @@ from shared import futex
 from shared.arena import Segment, SegmentDescriptor, SegmentLayout
 from shared.errors import GenerationError, StepStalledError
 from shared.native.records import Record, record
-from shared.native.ring import INTERRUPT, RING, serve_kernel
+from shared.native.ring import INTERRUPT, RING, RingStatus, serve_kernel
 from shared.native.task import address_of
 
 _log = logging.getLogger(__name__)
 
 # A sleeper looks up at least this often, in case the peer died between two looks.
 _MAX_SLEEP_S = 0.05
-_SUBMITTED, _COMPLETED, _IN_USE = "submitted", "completed", "in_use"
+_SUBMITTED, _COMPLETED, _IN_USE, _STATUS = "submitted", "completed", "in_use", "status"
 _SERVER_SLEEPS, _CLIENT_SLEEPS = "server_sleeps", "client_sleeps"
 _ERROR = "error"
 _ERROR_BYTES = 512
@@ -76,6 +79,7 @@ class RingShape:
             _SERVER_SLEEPS: (np.uint64, (8,)),
             _CLIENT_SLEEPS: (np.uint64, (8,)),
             _IN_USE: (np.uint64, (8,)),
+            _STATUS: (np.int64, (8,)),
         }
         for slot in range(self.num_slots):
             for name, (dtype, shape) in self.arrays.items():
@@ -140,7 +144,10 @@ class _RingSide:
             num_slots=shape.num_slots,
             error=self.offsets[_ERROR],
             spin_ns=round(spin_s * 1e9),
+            status=segment.address(_STATUS),
         )
+        self.status: memoryview = segment.arrays[_STATUS].data
+        """The words of `RingStatus`: the server's to write, the client's to read."""
         self.address = address_of(self._record)
         """Of the ring's RING: for native code (`shared.native.ring`), as long as the ring is not closed."""
         self._interrupt = self._record.view(np.int64)[INTERRUPT // 8 :].data
@@ -188,8 +195,8 @@ class RingClient(_RingSide):
     def wait(self, ticket: int, timeout_s: float, peer: str) -> Arrays:
         """Waits until the submission is done and returns its slot, valid until the slot is next filled.
 
-        Raises the error given to `fail` once it was called, StepStalledError after `timeout_s`, and
-        SlotError where the server reported a failure for this slot.
+        Raises the error given to `fail` once it was called, StepStalledError after `timeout_s` in which the
+        server has noted no progress, and SlotError where it reported a failure for this slot.
         """
         self._wait_for(ticket, timeout_s, peer)
         slot = self._slots[ticket % self._num_slots]
@@ -201,7 +208,7 @@ class RingClient(_RingSide):
         """What `wait` would raise, for native code whose wait for a ticket has ended without a result."""
         if self._completed.value > ticket and self._slots[ticket % self._num_slots][_ERROR][0]:
             return self._slot_failure(ticket)
-        return copy.copy(self._failure) or _stalled(timeout_s, peer)
+        return copy.copy(self._failure) or self._stalled(timeout_s, peer)
 
     def _slot_failure(self, ticket: int) -> "SlotError":
         text = bytes(self._slots[ticket % self._num_slots][_ERROR])
@@ -210,16 +217,26 @@ class RingClient(_RingSide):
     def _wait_for(self, ticket: int, timeout_s: float, peer: str) -> None:
         if self._spin(lambda: self._completed.value > ticket):
             return
-        deadline = time.monotonic() + timeout_s
+        deadline, progress = time.monotonic() + timeout_s, self.status[RingStatus.PROGRESS]
         while (completed := self._completed.value) <= ticket:
             if self._failure is not None:
                 # A fresh one each time: its traceback has the frames of the whole step, and the ring shall
                 # not keep those, and their memory, alive.
                 raise copy.copy(self._failure)
+            if self.status[RingStatus.PROGRESS] != progress:
+                deadline, progress = time.monotonic() + timeout_s, self.status[RingStatus.PROGRESS]
             if time.monotonic() > deadline:
-                raise _stalled(timeout_s, peer)
+                raise self._stalled(timeout_s, peer)
             # The value just looked at: an answer that came since then would otherwise be slept through.
             self._completed.sleep_while(completed)
+
+    def _stalled(self, timeout_s: float, peer: str) -> StepStalledError:
+        outstanding = self.status[RingStatus.OUTSTANDING]
+        waits_for = f", and none of the {outstanding} reads that it waits for has come" if outstanding else ""
+        return StepStalledError(
+            f"the {peer} has not answered for {timeout_s:g} s{waits_for}; "
+            "raise --watchdog-s if the machine is that slow"
+        )
 
     def set_in_use(self, is_in_use: bool) -> None:
         """Tells the server whether more submissions are to be expected soon."""
@@ -304,12 +321,6 @@ class NativeWork(Protocol):
 
     def params(self, server: RingServer) -> Record:
         """Its params, as they are now, for the slots of that server; kept alive while it serves."""
-
-
-def _stalled(timeout_s: float, peer: str) -> StepStalledError:
-    return StepStalledError(
-        f"the {peer} has not answered for {timeout_s:g} s; raise --watchdog-s if the machine is that slow"
-    )
 
 
 class SlotError(GenerationError):

@@ -15,19 +15,26 @@ from shared.ring import RingShape
 _NUM_SLOTS = 2
 
 
+_HEADER_WORDS = 8
+
+
 class ExpertHeader(IntEnum):
-    """Places in the `header` of an expert slot. The last is written by the cpu_worker."""
+    """Places in the `header` of an expert slot. Those from COMPUTE_NS on are written by the cpu_worker."""
 
     LAYER = 0
     NUM_TOKENS = 1
     COMPUTE_NS = 2
+    DISK_WAIT_NS = 3
+    """The part of it in which there was nothing to compute for want of weights that were being read."""
 
 
 class NgramHeader(IntEnum):
-    """Places in the `header` of an n-gram slot. The last is written by the stager."""
+    """Places in the `header` of an n-gram slot. Those from SERVE_NS on are written by the stager."""
 
     NUM_TOKENS = 0
-    READ_NS = 1
+    SERVE_NS = 1
+    DISK_WAIT_NS = 2
+    """The part of it in which rows were being read."""
 
 
 def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
@@ -41,7 +48,7 @@ def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
     return RingShape(
         _NUM_SLOTS,
         {
-            "header": (np.int64, (8,)),
+            "header": (np.int64, (_HEADER_WORDS,)),
             "activations": (np.float32, (max_tokens, config.hidden)),
             "expert_ids": (np.int32, routes),
             "expert_weights": (np.float32, routes),
@@ -55,14 +62,20 @@ def ngram_ring(config: NgramConfig, max_tokens: int) -> RingShape:
 
     In: `windows` [tokens, n-gram size], each token's own id first, then the ids before it, -1
     where there is none.
-    Out: `features` [tokens, feature width], the concatenated rows of the table.
+    Out: `features` [tokens, feature width], the concatenated rows of the table; and for each token how many
+    of its rows were in memory (`hits`), the reads that were made for it (`reads`) and their bytes, and the
+    errno of a read that failed (`failures`, 0 for none; its features are then zeros).
     """
     return RingShape(
         _NUM_SLOTS,
         {
-            "header": (np.int64, (8,)),
+            "header": (np.int64, (_HEADER_WORDS,)),
             "windows": (np.int32, (max_tokens, config.ngram_size)),
             "features": (np.float32, (max_tokens, config.feature_width)),
+            "hits": (np.int32, (max_tokens,)),
+            "reads": (np.int32, (max_tokens,)),
+            "read_bytes": (np.int32, (max_tokens,)),
+            "failures": (np.int32, (max_tokens,)),
         },
     )
 

@@ -38,7 +38,7 @@ SERVICE = fields(
 )
 _service_at = reader(SERVICE)
 _OUT = 8 * list(GATHERED.names or ()).index("out")
-_NUM_TOKENS, _READ_NS = (8 * int(place) for place in NgramHeader)
+_NUM_TOKENS, _READ_NS = 8 * NgramHeader.NUM_TOKENS, 8 * NgramHeader.SERVE_NS
 
 
 @jitable
@@ -115,6 +115,6 @@ class NativeNgrams:
 
     def params(self, server: RingServer) -> Record:
         """For slots of that server."""
-        for name in server.shape.arrays:
+        for name in ("header", "windows", "features"):
             self._service[name] = server.offsets[name]
         return self._service

@@ -95,9 +95,8 @@ def _hand_over(step_address: int, layer: int) -> bool:
     # Normally the slot is free. After a step that failed half-way the server may still be busy with it.
     step.ticket = number - load(ring + NUM_SLOTS)
     if step.ticket >= 0:
-        deadline_ns = clock_ns() + step.timeout_ns
         sleeps = load(ring + CLIENT_SLEEPS)
-        if await_above(ring, load(ring + COMPLETED), step.ticket, sleeps, deadline_ns) != ARRIVED:
+        if await_above(ring, load(ring + COMPLETED), step.ticket, sleeps, step.timeout_ns) != ARRIVED:
             return False
     slot = slot_of(ring, number)
     store(slot + step.slot_header + _LAYER_NUMBER, layer)
@@ -116,10 +115,10 @@ def _hand_over(step_address: int, layer: int) -> bool:
 
 
 @jitable
-def _is_served(ring: int, ticket: int, deadline_ns: int) -> bool:
+def _is_served(ring: int, ticket: int, patience_ns: int) -> bool:
     """Waits until the server has taken the ticket; whether it did so in time and without an error."""
     sleeps = load(ring + CLIENT_SLEEPS)
-    if await_above(ring, load(ring + COMPLETED), ticket, sleeps, deadline_ns) != ARRIVED:
+    if await_above(ring, load(ring + COMPLETED), ticket, sleeps, patience_ns) != ARRIVED:
         return False
     return load(slot_of(ring, ticket) + load(ring + ERROR)) == 0
 
@@ -129,7 +128,7 @@ def _collect(step_address: int) -> bool:
     """Waits for the outputs of the ticket; whether they are there."""
     step = _step_at(step_address)
     started = clock_ns()
-    is_served = _is_served(step.ring, step.ticket, started + step.timeout_ns)
+    is_served = _is_served(step.ring, step.ticket, step.timeout_ns)
     step.waited_ns += clock_ns() - started
     if is_served:
         step.outputs = slot_of(step.ring, step.ticket) + step.slot_outputs
@@ -141,7 +140,7 @@ def _collect_features(step_address: int, features: int) -> bool:
     """Waits for the n-gram features of the step; whether they are there."""
     step = _step_at(step_address)
     started = clock_ns()
-    is_served = _is_served(step.ngram_ring, step.ngram_ticket, started + step.ngram_timeout_ns)
+    is_served = _is_served(step.ngram_ring, step.ngram_ticket, step.ngram_timeout_ns)
     step.ngram_waited_ns += clock_ns() - started
     if not is_served:
         return False

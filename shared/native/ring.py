@@ -18,6 +18,7 @@ the sleeper to sleep, or the publisher finds it asleep and wakes it.
 
 import functools
 from collections.abc import Callable
+from enum import IntEnum
 
 from shared.native.memory import (
     call_task,
@@ -45,18 +46,32 @@ RING = fields(
     "error",  # where a slot has its error, from its begin
     "spin_ns",
     "interrupt",  # not 0: whoever waits returns
+    "status",  # address of the server's status words; see `RingStatus`
     "is_done",  # what the work of a slot says of it
 )
 """One side of a ring, in the memory of its process."""
 
 SUBMITTED, COMPLETED, SERVER_SLEEPS, CLIENT_SLEEPS = range(0, 32, 8)
-SLOTS, SLOT_BYTES, NUM_SLOTS, ERROR, SPIN_NS, INTERRUPT, IS_DONE = range(32, RING.itemsize, 8)
+SLOTS, SLOT_BYTES, NUM_SLOTS, ERROR, SPIN_NS, INTERRUPT, STATUS, IS_DONE = range(32, RING.itemsize, 8)
 """Byte offsets of the fields of a RING."""
 
 ARRIVED, INTERRUPTED, TIMED_OUT = range(3)
 """How a wait ends."""
 FOREVER_NS = 1 << 62
-"""A deadline that does not come."""
+"""More patience than anyone needs."""
+
+
+class RingStatus(IntEnum):
+    """Words that the server writes while it works on a slot, for the client to see that it gets on."""
+
+    PROGRESS = 0
+    """Grows with every read that has completed, and with every other wait that has ended."""
+    OUTSTANDING = 1
+    """Reads that are waited for."""
+
+
+PROGRESS, OUTSTANDING = (8 * int(word) for word in RingStatus)
+"""Byte offsets of the status words."""
 
 # A sleeper looks up at least this often: `interrupt` may be set between its last look and its sleep.
 _MAX_SLEEP_NS = 50_000_000
@@ -74,9 +89,9 @@ def publish(counter: int, value: int, sleeps: int) -> None:
 
 
 @jitable
-def await_above(ring: int, counter: int, value: int, sleeps: int, deadline_ns: int) -> int:
-    """Waits until a counter is above a value: ARRIVED; or INTERRUPTED, or TIMED_OUT at the deadline. What has
-    arrived comes before both."""
+def await_above(ring: int, counter: int, value: int, sleeps: int, patience_ns: int) -> int:
+    """Waits until a counter is above a value: ARRIVED; or INTERRUPTED, or TIMED_OUT when there was no
+    progress (`RingStatus`) for so long. What has arrived comes before both."""
     if load_shared(counter) > value:
         return ARRIVED
     started = now = clock_ns()
@@ -86,6 +101,8 @@ def await_above(ring: int, counter: int, value: int, sleeps: int, deadline_ns: i
                 return ARRIVED
             pause()
         now = clock_ns()
+    status = load(ring + STATUS)
+    progress, deadline_ns = load_shared(status + PROGRESS), started + patience_ns
     while True:
         present = load_shared(counter)
         if present > value:
@@ -93,6 +110,8 @@ def await_above(ring: int, counter: int, value: int, sleeps: int, deadline_ns: i
         if load_shared(ring + INTERRUPT) != 0:
             return INTERRUPTED
         now = clock_ns()
+        if load_shared(status + PROGRESS) != progress:
+            progress, deadline_ns = load_shared(status + PROGRESS), now + patience_ns
         if now > deadline_ns:
             return TIMED_OUT
         store_shared(sleeps, 1)

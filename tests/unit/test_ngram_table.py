@@ -110,5 +110,5 @@ def test_reader(opened: tuple[GGUFModel, NgramConfig], values: NDArray[np.float3
     expected = values[ngram_hash.rows(slot["windows"][:3])].reshape(3, -1)
     assert np.array_equal(slot["features"][:3], expected)
     assert (slot["features"][3:] == 7).all()
-    assert slot["header"][NgramHeader.READ_NS] > 0
+    assert slot["header"][NgramHeader.SERVE_NS] > 0
     del table
