@@ -25,8 +25,8 @@ from shared.gguf.model import GGUFModel
 from shared.model_config import NgramConfig, Qwen4ExpConfig, read_model_config
 from shared.native.team import Team
 from shared.tensor_catalog import check_tensors
-from stager.ngram_hash import NgramHash, windows_of
-from stager.ngram_table import NgramTable
+from stager.ngram_hash import windows_of
+from stager.ngram_rows import open_rows
 
 
 class LocalExperts:
@@ -55,14 +55,13 @@ class LocalFeatures:
     """The n-gram features of windows that were set before the step."""
 
     def __init__(self, model: GGUFModel, config: NgramConfig, torch_device: torch.device) -> None:
-        self._hash = NgramHash(config)
-        self._table = NgramTable(model, config)
+        self._rows = open_rows(model, config)
         self._device = torch_device
         self.windows = np.empty((0, config.ngram_size), np.int32)
 
     def collect(self) -> Tensor:
         """Hashed and read now."""
-        return torch.from_numpy(self._table.features(self._hash.rows(self.windows))).to(self._device)
+        return torch.from_numpy(self._rows.features(self.windows)).to(self._device)
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class CpuWorker:
     async def run(self) -> None:
         """Runs until drained."""
         os.sched_setaffinity(0, self._cpus())
-        await run_ring_worker(self._context, self._load)
+        await run_ring_worker(self._context, lambda post: self._load())
 
     def _load(self) -> RingWork:
         context, config = self._context, self._context.config

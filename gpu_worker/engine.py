@@ -83,14 +83,17 @@ class Engine:
         scheduler: Scheduler,
         post: Callable[[Message], None],
         watchdog_s: float,
+        ngram_file: str,
         cpu: int | None = None,
     ) -> None:
-        """`cpu` is what the thread is pinned to, None for wherever the process may run."""
+        """`ngram_file` is the name of the file with the n-gram table; `cpu` what the thread is pinned to,
+        None for wherever the process may run."""
         self._model = model
         self._torch_device = torch_device
         self._scheduler = scheduler
         self._post = post
         self._watchdog_s = watchdog_s
+        self._ngram_file = ngram_file
         self._cpu = cpu
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._rings: dict[Role, RingClient] = {}
@@ -192,13 +195,16 @@ class Engine:
     def _complete_ways(self) -> Ways | None:
         """The ways to the other workers, once all that the model needs are attached."""
         experts, ngram = self._rings.get(Role.CPU_WORKER), self._rings.get(Role.STAGER)
-        needs_ngram = self._model.config.ngram is not None
-        if experts is None or (needs_ngram and ngram is None):
+        config = self._model.config.ngram
+        if experts is None or (config is not None and ngram is None):
             return None
-        return Ways(
-            CpuExperts(experts, self._torch_device, self._watchdog_s),
-            StagedFeatures(ngram, self._torch_device, self._watchdog_s) if ngram is not None else None,
-        )
+        features = None
+        if ngram is not None and config is not None:
+            num_heads = len(config.head_vocab_sizes)
+            features = StagedFeatures(
+                ngram, self._torch_device, self._watchdog_s, self._ngram_file, num_heads
+            )
+        return Ways(CpuExperts(experts, self._torch_device, self._watchdog_s), features)
 
     def _begin(self, request: GenerateRequest) -> None:
         if self._ways is None:

@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,17 @@ from shared.run_directory import Role
 from shared.work_slots import NgramHeader
 
 
+@dataclass(frozen=True, slots=True)
+class RowReads:
+    """`num_hits` rows were in memory, `num_reads` reads of `num_bytes` brought others; `error_number` is the
+    errno of one that failed, 0 for none."""
+
+    num_hits: int
+    num_reads: int
+    num_bytes: int
+    error_number: int
+
+
 class StagedFeatures:
     """Asks the stager for the features of a step and collects them when their layer is reached.
 
@@ -21,8 +33,13 @@ class StagedFeatures:
     is then what its wait has ended with.
     """
 
-    def __init__(self, ring: RingClient, torch_device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, ring: RingClient, torch_device: torch.device, timeout_s: float, file: str, rows_per_token: int
+    ) -> None:
+        """`file` is the name of the one that holds the table, for whom it concerns."""
         self._ring = ring
+        self.file = file
+        self.rows_per_token = rows_per_token
         self.native_way = array("l", [ring.address, ring.offsets["features"], round(timeout_s * 1e9)])
         """The ring's address, where the features of its slots begin, and the longest wait in ns."""
         self._device = torch_device
@@ -39,6 +56,24 @@ class StagedFeatures:
         slot["header"][NgramHeader.NUM_TOKENS] = self._num_tokens
         slot["windows"][: len(windows)] = windows
         self.ticket = self._ring.submit()
+
+    def reads(self, start: int, stop: int) -> "RowReads":
+        """How the rows of some tokens of the last step came, once they are there. Valid until `submit`."""
+        slot = self._ring.slot(self.ticket)
+        hits, reads, num_bytes, failures = (
+            slot[name][start:stop] for name in ("hits", "reads", "read_bytes", "failures")
+        )
+        return RowReads(
+            num_hits=int(hits.sum()),
+            num_reads=int(reads.sum()),
+            num_bytes=int(num_bytes.sum()),
+            error_number=int(failures.max()),
+        )
+
+    @property
+    def disk_wait_s(self) -> float:
+        """The part of its work on the last step in which the stager waited for the disk."""
+        return float(self._ring.slot(self.ticket)["header"][NgramHeader.DISK_WAIT_NS]) * 1e-9
 
     def failure(self) -> GenerationError:
         """What `collect` would raise, where the wait for the ticket has ended without a result."""

@@ -7,7 +7,16 @@ from numpy.typing import NDArray
 
 from gpu_worker.sampler import Sampler
 from gpu_worker.state.sequence_state import SequenceState
-from shared.messages import GenerateRequest, RequestTimings
+from shared.messages import FileReads, GenerateRequest, RequestTimings
+
+
+@dataclass(slots=True)
+class DiskReads:
+    """Of one file, as they add up."""
+
+    num_reads: int = 0
+    num_bytes: int = 0
+    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -19,6 +28,18 @@ class Clock:
     first_token_at: float | None = None
     ngram_wait_s: float = 0.0
     expert_wait_s: float = 0.0
+    ngram_rows: int = 0
+    ngram_hits: int = 0
+    disk: dict[str, "DiskReads"] = field(default_factory=dict)
+    """By the names of the files."""
+
+    def add_reads(self, file: str, num_reads: int, num_bytes: int, wait_s: float) -> None:
+        """Reads that one of its steps has waited for."""
+        if num_reads:
+            reads = self.disk.setdefault(file, DiskReads())
+            reads.num_reads += num_reads
+            reads.num_bytes += num_bytes
+            reads.wait_s += wait_s
 
     def timings(self, now: float) -> RequestTimings:
         """The request's time until `now`, divided into its phases."""
@@ -30,6 +51,14 @@ class Clock:
             decode_s=now - first_token_at,
             ngram_wait_s=self.ngram_wait_s,
             expert_wait_s=self.expert_wait_s,
+            ngram_rows=self.ngram_rows,
+            ngram_hits=self.ngram_hits,
+            disk=[
+                FileReads(
+                    file=file, num_reads=reads.num_reads, num_bytes=reads.num_bytes, wait_s=reads.wait_s
+                )
+                for file, reads in self.disk.items()
+            ],
         )
 
 

@@ -15,7 +15,7 @@ from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.ngram_way import StagedFeatures
 from gpu_worker.scheduler import Work
 from gpu_worker.sequence import Sequence
-from shared.errors import GenerationError
+from shared.errors import DiskError, GenerationError
 
 # Logits of so many positions are made at once where a request wants them for its whole prompt.
 _LOGIT_ROWS = 64
@@ -55,10 +55,15 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
     for work, span in zip(works, batch.spans, strict=True):
         request = work.sequence.request
         try:
+            if ways.ngram is not None:
+                _account_rows(work.sequence, ways.ngram, span)
             if request.logits_path:
                 _append_logits(model, streams[span.start : span.stop], request.logits_path)
         except OSError as error:
             failures.append((work.sequence, GenerationError(f"the logits cannot be written: {error}")))
+            continue
+        except DiskError as error:
+            failures.append((work.sequence, error))
             continue
         if work.reaches_end and request.max_new_tokens:
             choosing.append(work.sequence)
@@ -69,6 +74,18 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
     chosen_rows = streams if len(last_rows) == batch.num_tokens else streams[last_rows]
     logits = model.logits(chosen_rows).cpu().numpy()
     return StepResult(list(zip(choosing, logits, strict=True)), failures)
+
+
+def _account_rows(sequence: Sequence, ngram: StagedFeatures, span: Span) -> None:
+    """Books a step's n-gram rows on a request that it computed. Raises DiskError where some were not read:
+    what was computed without them is worth nothing, but others of the step do not need them."""
+    reads = ngram.reads(span.start, span.stop)
+    clock = sequence.clock
+    clock.ngram_rows += (span.stop - span.start) * ngram.rows_per_token
+    clock.ngram_hits += reads.num_hits
+    clock.add_reads(ngram.file, reads.num_reads, reads.num_bytes, ngram.disk_wait_s)
+    if reads.error_number:
+        raise DiskError(ngram.file, "rows of the n-gram table", reads.error_number)
 
 
 def _batch(model: Qwen4Exp, works: Items[Work], torch_device: torch.device) -> Batch:

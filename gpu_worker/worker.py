@@ -12,12 +12,13 @@ from gpu_worker.scheduler import Scheduler
 from shared import quants
 from shared.arena import sweep_segments
 from shared.config import GpuWorkerConfig
+from shared.gguf.model import GGUFModel
 from shared.link import LinkClient, LinkServer
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
 from shared.process import ProcessContext, ProcessState, load_in_thread
 from shared.run_directory import Role
-from shared.tensor_catalog import TensorClass, check_tensors, expected_tensors
+from shared.tensor_catalog import NGRAM_TABLE, TensorClass, check_tensors, expected_tensors
 from shared.topology import meeting_cpu
 
 _log = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class GpuWorker:
             scheduler,
             self._post,
             config.watchdog_s,
+            ngram_file=_home_of_table(self._context.model),
             cpu=meeting_cpu() if self._torch_device.type == "cpu" else None,
         )
         # The largest step has a chunk of a prompt and one token of every other sequence.
@@ -182,6 +184,10 @@ class GpuWorker:
             self._engine.stop()
         if self._device is not None:
             self._device.close()
+
+
+def _home_of_table(model: GGUFModel) -> str:
+    return model.home(NGRAM_TABLE).path.name if NGRAM_TABLE in model else ""
 
 
 async def _ended(engine: Engine) -> None:

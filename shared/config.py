@@ -18,11 +18,14 @@ _NETWORK = "network"
 _CAPACITY = "capacity"
 _SAMPLING = "sampling defaults, for requests that do not say"
 _COMPUTE = "devices and threads"
+_DISK = "disk and memory"
 _LIFE = "processes and time limits"
 
 # Those of `shared.quants`, named here too because importing it costs half a second; a test compares them.
 CPU_KERNELS = ("auto", "avx512", "avxvnni", "avx2", "portable")
 CPU_ACTIVATIONS = ("int16", "int8")
+
+PLE_IO = ("auto", "direct", "mmap", "ram")
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """What this machine alone can reach."""
@@ -220,8 +223,48 @@ class CpuWorkerConfig(CommonConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagerConfig(CommonConfig):
+class DiskConfig(CommonConfig):
+    """How the model's files are read."""
+
+    io_depth: int = setting(
+        64, "reads of the model's files in flight at a time", group=_DISK, unit="N", minimum=1, maximum=4096
+    )
+    io_delay_ms: float = setting(
+        0.0,
+        "delay that is added to every read, to see what a slow disk does",
+        group=_DISK,
+        unit="ms",
+        minimum=0,
+        maximum=60_000,
+    )
+    io_fail_every: int = setting(
+        0,
+        "lets one read in so many fail with an I/O error, to see what a bad disk does; 0 is none",
+        group=_DISK,
+        unit="N",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagerConfig(DiskConfig):
     """Reads from the model files."""
+
+    ple_io: str = setting(
+        "auto",
+        "where rows of the n-gram table come from: direct reads them past the page cache, mmap through it, "
+        "ram loads the whole table; auto measures",
+        group=_DISK,
+        choices=PLE_IO,
+    )
+    ple_cache_mib: int | None = setting(
+        None,
+        "memory for rows of the n-gram table (default: a sixteenth of what is free, 1024 at most)",
+        group=_DISK,
+        unit="MiB",
+        minimum=0,
+        maximum=1 << 24,
+    )
 
     stager_cpus: str = setting(
         "auto", "CPUs of the stager, as 8-15 or 8,10; auto takes the second half", group=_COMPUTE, unit="CPUS"

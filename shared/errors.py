@@ -21,12 +21,15 @@
     |-- GenerationError               a request that had begun fails; sent as an error event
     |   |-- WorkerFailedError         a worker process died or stopped answering
     |   |-- StepStalledError          a step made no progress for the time the watchdog allows
+    |   |-- DiskError                 a part of the model's file that it needs cannot be read
     |   `-- ModelOutputError          the model produced numbers nobody can sample from
     `-- ProtocolError                 a peer process said something it may not say
 
 Messages say what, value, limit and remedy, in words a reader who did not build this can act on.
 """
 
+import errno
+import os
 from typing import ClassVar
 
 
@@ -169,6 +172,22 @@ class ModelOutputError(GenerationError):
     """The logits hold NaN or infinities."""
 
     default_code = "invalid_model_output"
+
+
+class DiskError(GenerationError):
+    """What a request needs of the model's file could not be read."""
+
+    default_code = "disk_error"
+
+    def __init__(self, file: str, what: str, error_number: int) -> None:
+        """`file` is the file's name, `what` the part of it, `error_number` the errno."""
+        reason, remedy = os.strerror(error_number), "check the disk; the server's log has the places"
+        if error_number == errno.ENODATA:
+            reason, remedy = (
+                "the file has become shorter",
+                "download or copy it again, and restart the server",
+            )
+        super().__init__(f"{what} could not be read from {file}: {reason}; {remedy}")
 
 
 class ProtocolError(StrataError):

@@ -72,6 +72,8 @@ class ProcessContext(Generic[AnyConfig]):
     progress: float = 0.0
     # Set by SIGTERM: finish and leave.
     drain: asyncio.Event = field(default_factory=asyncio.Event)
+    measure: Callable[[], dict[str, float]] = dict
+    """What the process measures of its own work, for the heartbeat. Called from the event loop."""
 
     def report(self, activity: str, progress: float) -> None:
         """Says what start-up work is being done and how far it is, from 0 to 1. Called from any thread."""
@@ -84,8 +86,19 @@ class ProcessContext(Generic[AnyConfig]):
             **_resident_memory(),
             "cpu_seconds": usage.ru_utime + usage.ru_stime,
             "major_faults": float(usage.ru_majflt),
+            **_disk_reads(),
+            **self.measure(),
         }
         return Heartbeat(state=self.state, activity=self.activity, progress=self.progress, gauges=gauges)
+
+
+def _disk_reads() -> dict[str, float]:
+    """Bytes that the kernel has read from disks for this process since its start."""
+    try:
+        text = Path("/proc/self/io").read_text()
+    except OSError:
+        return {}
+    return {"disk_read_bytes": float(text.split("\nread_bytes: ", 1)[1].split("\n", 1)[0])}
 
 
 def _resident_memory() -> dict[str, float]:

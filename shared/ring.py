@@ -148,6 +148,8 @@ class _RingSide:
         )
         self.status: memoryview = segment.arrays[_STATUS].data
         """The words of `RingStatus`: the server's to write, the client's to read."""
+        self.status_address = segment.address(_STATUS)
+        """Of these words, for native code, as long as the ring is not closed."""
         self.address = address_of(self._record)
         """Of the ring's RING: for native code (`shared.native.ring`), as long as the ring is not closed."""
         self._interrupt = self._record.view(np.int64)[INTERRUPT // 8 :].data
@@ -203,6 +205,10 @@ class RingClient(_RingSide):
         if slot[_ERROR][0]:
             raise self._slot_failure(ticket)
         return slot
+
+    def slot(self, ticket: int) -> Arrays:
+        """The slot of a submission that is done, valid until it is next filled."""
+        return self._slots[ticket % self._num_slots]
 
     def failure(self, ticket: int, timeout_s: float, peer: str) -> GenerationError:
         """What `wait` would raise, for native code whose wait for a ticket has ended without a result."""

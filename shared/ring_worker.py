@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from shared.link import LinkClient
-from shared.messages import FromBinding, Heartbeat, Init
+from shared.messages import FromBinding, Heartbeat, Init, Message
 from shared.native.ring import serve_kernel
 from shared.process import AnyConfig, ProcessContext, ProcessState, load_in_thread
 from shared.ring import Arrays, NativeWork, RingServer, RingShape
@@ -140,15 +140,22 @@ class RingListener:
 
 async def run_ring_worker(
     context: ProcessContext[AnyConfig],
-    load: Callable[[], RingWork | None],
+    load: Callable[[Callable[[Message], None]], RingWork | None],
     on_gateway_message: Callable[[FromBinding], None] | None = None,
 ) -> None:
-    """Runs the process until it has drained. `load` runs in a thread and may take long."""
+    """Runs the process until it has drained. `load` runs in a thread and may take long; what it is given
+    sends the gateway a message, from any thread."""
     gateway_listener = GatewayListener(context, on_gateway_message)
     links = _Links(context)
+    gateway_link = links.to(Role.GATEWAY, gateway_listener)
+    loop = asyncio.get_running_loop()
+
+    def post(message: Message) -> None:
+        loop.call_soon_threadsafe(gateway_link.post, message)
+
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(links.to(Role.GATEWAY, gateway_listener).run(), name="gateway link")]
-        work = await load_in_thread(partial(_load_all, load))
+        tasks = [group.create_task(gateway_link.run(), name="gateway link")]
+        work = await load_in_thread(partial(_load_all, load, post))
         try:
             gateway_listener.loaded(work.capabilities if work is not None else {})
             context.state = ProcessState.WAITING
@@ -172,8 +179,10 @@ async def run_ring_worker(
                     work.close()
 
 
-def _load_all(load: Callable[[], RingWork | None]) -> RingWork | None:
-    work = load()
+def _load_all(
+    load: Callable[[Callable[[Message], None]], RingWork | None], post: Callable[[Message], None]
+) -> RingWork | None:
+    work = load(post)
     if work is not None and work.native is not None:
         # Compiled while there is progress to look at, not when the first ring comes.
         serve_kernel()

@@ -6,20 +6,83 @@ before the start of the sequence counts as end-of-text, and so does every id at 
 end-of-text: no n-gram reaches across one. A token that is end-of-text itself cuts nothing.
 """
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.model_config import NgramConfig
+from shared.native.memory import ids_at, integers_at
+from shared.native.records import fields, reader, record
+from shared.native.task import address_of
+from shared.quants.jit import INTEGER, compile_kernel, jitable
+
+HASH = fields(
+    "multipliers",  # i64 [ngram_size]
+    "sizes",  # i64 [num_heads]
+    "offsets",  # i64 [num_heads]
+    "ngram_size",
+    "heads_per_ngram",
+    "eos_token_id",
+    "num_heads",
+)
+_hash_at = reader(HASH)
+
+
+@jitable
+def hash_windows(hash_address: int, windows: int, num_tokens: int, rows: int) -> None:
+    """Native: the rows i64 [num_tokens, num_heads] of windows i32 [num_tokens, ngram_size], both at these
+    addresses; see `NgramHash.rows`."""
+    step = _hash_at(hash_address)
+    multipliers = integers_at(step.multipliers)
+    sizes, offsets = integers_at(step.sizes), integers_at(step.offsets)
+    for token in range(num_tokens):
+        window = ids_at(windows + token * step.ngram_size * 4)
+        written = integers_at(rows + token * step.num_heads * 8)
+        # The reader of the metadata has made sure that no product overflows 63 bits: all may be signed.
+        mixed, is_cut, head = window[0] * multipliers[0], False, 0
+        for place in range(1, step.ngram_size):
+            token_id = window[place]
+            is_cut = is_cut or token_id < 0 or token_id == step.eos_token_id
+            mixed ^= (step.eos_token_id if is_cut else token_id) * multipliers[place]
+            for _ in range(step.heads_per_ngram):
+                written[head] = mixed % sizes[head] + offsets[head]
+                head += 1
+
+
+def _hash(hash_address: int, windows: int, num_tokens: int, rows: int) -> None:
+    hash_windows(hash_address, windows, num_tokens, rows)
+
+
+@functools.cache
+def _hash_kernel() -> Callable[[int, int, int, int], None]:
+    return compile_kernel(_hash, "hash_ngrams", *4 * (INTEGER,))
 
 
 class NgramHash:
     """The hash of one model."""
 
     def __init__(self, config: NgramConfig) -> None:
-        self._config = config
-        self._multipliers = np.array(config.multipliers, np.uint64)
-        self._sizes = np.array(config.head_vocab_sizes, np.uint64)
-        self._offsets = np.array(config.head_offsets, np.int64)
+        self.num_heads = len(config.head_vocab_sizes)
+        self.ngram_size = config.ngram_size
+        self._numbers = [
+            np.array(values, np.int64)
+            for values in (config.multipliers, config.head_vocab_sizes, config.head_offsets)
+        ]
+        multipliers, sizes, offsets = self._numbers
+        self._record = record(
+            HASH,
+            multipliers=multipliers,
+            sizes=sizes,
+            offsets=offsets,
+            ngram_size=config.ngram_size,
+            heads_per_ngram=config.heads_per_ngram,
+            eos_token_id=config.eos_token_id,
+            num_heads=self.num_heads,
+        )
+        self.address = address_of(self._record)
+        """Of its HASH, for native code."""
 
     def rows(self, windows: NDArray[np.int32]) -> NDArray[np.int64]:
         """The rows of each token, int64 [num_tokens, num_heads].
@@ -27,16 +90,10 @@ class NgramHash:
         `windows` is int32 [num_tokens, ngram_size]: the token's own id, then the ids before it, nearest
         first; negative where the sequence had not begun.
         """
-        config = self._config
-        is_cut = (windows[:, 1:] < 0) | (windows[:, 1:] == config.eos_token_id)
-        is_beyond_cut = np.logical_or.accumulate(is_cut, axis=1)
-        ids = windows.astype(np.uint64)
-        ids[:, 1:][is_beyond_cut] = config.eos_token_id
-        # The reader of the metadata has made sure that no product overflows 63 bits.
-        products = ids * self._multipliers
-        mixed = np.bitwise_xor.accumulate(products, axis=1)[:, 1:]
-        per_head = np.repeat(mixed, config.heads_per_ngram, axis=1)
-        return (per_head % self._sizes).astype(np.int64) + self._offsets
+        windows = np.ascontiguousarray(windows)
+        rows = np.empty((len(windows), self.num_heads), np.int64)
+        _hash_kernel()(self.address, address_of(windows), len(windows), address_of(rows))
+        return rows
 
 
 def windows_of(token_ids: NDArray[np.int32], ngram_size: int) -> NDArray[np.int32]:

@@ -1,58 +1,205 @@
-"""Reads rows of the n-gram table where the model file maps it.
+"""The n-gram table of a model, and where its rows are read from.
 
-The table is tens of gigabytes, a token needs a few rows of about 90 bytes from random places of it. It is
-mapped, never loaded, and mapped for random access: the kernel's usual read-ahead would fetch 120 KB around
-every row. Rows are read once each, in the order they lie in the file.
+It is tens of gigabytes, and a token needs a few rows of about 90 bytes from random places of it. It is never
+loaded, unless it is small or that is asked for, and never mapped: a page fault is one read at a time, and one
+behind the end of a file that was truncated ends the process.
 """
 
+import contextlib
+import logging
 import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.errors import ModelFileError, ResourceError
 from shared.gguf.model import GGUFModel
-from shared.model_config import NgramConfig
 from shared.native.records import Record
-from shared.quants import block_format, decode_rows, gather_task, gathered_record
+from shared.quants import block_format, gather_task, gathered_record
 from shared.tensor_catalog import NGRAM_TABLE
+from stager.probe import ProbedRates, probe_file
+from stager.read_queue import NO_FAULTS, PAGE_BYTES, Faults, ReadQueue, open_for_reading, reads_of
+from stager.row_cache import RowCache
+
+_log = logging.getLogger(__name__)
+
+_LOADED_PIECE_BYTES = 1 << 20
+# A table of this size is loaded: the rest of the program is larger.
+_SMALL_BYTES = 64 << 20
+# What automatic choice takes for the cache, of the memory that is free, and at most.
+_CACHE_SHARE, _LARGEST_CACHE_BYTES = 1 / 16, 1 << 30
+# Memory that loading a whole table leaves to others.
+_LEFT_FREE_BYTES = 1 << 30
+# Direct I/O leaves the page cache to others, and is taken unless it is clearly slower.
+_GOOD_ENOUGH = 0.8
+
+
+class Way(StrEnum):
+    """Where rows are read from: the disk itself, the disk through the page cache, or memory."""
+
+    DIRECT = "direct"
+    CACHED = "mmap"
+    MEMORY = "ram"
+
+
+@dataclass(frozen=True, slots=True)
+class TableOptions:
+    """What the user wants; `cache_bytes` None for what memory allows."""
+
+    io: str
+    cache_bytes: int | None
+    depth: int
+    faults: Faults
+
+
+DEFAULT_OPTIONS = TableOptions("auto", None, 64, NO_FAULTS)
 
 
 class NgramTable:
-    """The mapped table of one model."""
+    """The table of one model, open for reading."""
 
-    def __init__(self, model: GGUFModel, config: NgramConfig) -> None:
-        self._info = model.info(NGRAM_TABLE)
-        self._file = model.home(NGRAM_TABLE)
-        self._rows = model.rows(NGRAM_TABLE)
-        self._format = block_format(self._info.type.type_id)
-        self._feature_width = config.feature_width
-        self._file.advise(self._info, mmap.MADV_RANDOM)
+    def __init__(
+        self,
+        model: GGUFModel,
+        options: TableOptions,
+        report: Callable[[str, float], None] = lambda activity, progress: None,
+    ) -> None:
+        """Probes the disk, and chooses. Raises ModelFileError where the table cannot be read, ResourceError
+        where it is to be loaded and does not fit, or was to be read in a way that the disk does not have."""
+        self.info = model.info(NGRAM_TABLE)
+        self.path = model.home(NGRAM_TABLE).path
+        self._format = block_format(self.info.type.type_id)
+        num_rows, self.row_width = self.info.shape
+        self.row_bytes = self.info.num_bytes // num_rows
+        self.file_offset = self.info.offset
+        self.depth = options.depth
+        self.faults = options.faults
+        self.rates: dict[Way, ProbedRates] = {}
+        self._memory: NDArray[np.uint8] | None = None
+        self._descriptors = self._open()
+        try:
+            self.way = self._choose(options, report)
+            self.descriptor = self._descriptors.get(self.way, self._descriptors[Way.CACHED])
+            self.cache: RowCache | None = None
+            if self.way is Way.MEMORY:
+                self._memory = self._load(report)
+            else:
+                self.cache = RowCache(_cache_bytes(options, self.info.num_bytes), self.row_bytes)
+        except BaseException:
+            self.close()
+            raise
+        _log.info("%s", self.describe())
 
-    def features(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The concatenated rows of each token: float32 [num_tokens, feature_width].
+    def describe(self) -> str:
+        """The choice and the numbers behind it, as a sentence."""
+        rates = ", ".join(
+            f"{way} {found.single:.0f} reads/s one at a time and {found.deep:.0f} at a depth of {self.depth}"
+            for way, found in self.rates.items()
+        )
+        cached = f", {self.cache.num_places} rows in the cache" if self.cache is not None else ""
+        probed = f"; probed: {rates}" if rates else ""
+        size = self.info.num_bytes / 1e9
+        return f"n-gram rows ({size:.2f} GB in {self.path.name}) by {self.way}{cached}{probed}"
 
-        `rows` is int64 [num_tokens, num_heads].
-        """
-        unique, places = np.unique(rows, return_inverse=True)
-        decoded = decode_rows(self._format, self._rows[unique])
-        return decoded[places].reshape(len(rows), self._feature_width)
+    def capabilities(self) -> dict[str, int | float | str]:
+        """The same for machines."""
+        found: dict[str, int | float | str] = {"ple_io": str(self.way), "io_depth": self.depth}
+        if self.cache is not None:
+            found["ple_cache_rows"] = self.cache.num_places
+        for way, rates in self.rates.items():
+            name = "direct" if way is Way.DIRECT else "mapped"
+            found[f"ple_probe_{name}_1"] = round(rates.single)
+            found[f"ple_probe_{name}_{self.depth}"] = round(rates.deep)
+        return found
 
     def gather(self) -> tuple[int, Record]:
-        """For native code: a task, and its params but for the numbers of the rows and where they go."""
-        return gather_task(self._format), gathered_record(self._format, self._rows)
+        """For native code: a task that decodes rows, and its params but for the numbers of the rows, where
+        they go, and, where the table is not in memory, where they come from."""
+        memory = self._memory if self._memory is not None else np.zeros((0, self.row_bytes), np.uint8)
+        return gather_task(self._format), gathered_record(self._format, memory)
 
-    def bring_near(self, rows: NDArray[np.int64]) -> int:
-        """Asks the kernel to read the pages of these rows, all at once and without waiting for them.
+    def close(self) -> None:
+        """Closes the file."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
 
-        Returns how many ranges were asked for.
-        """
-        row_bytes = self._rows.shape[1]
-        starts = self._info.offset + np.unique(rows) * row_bytes
-        first_pages = starts // mmap.PAGESIZE
-        last_pages = (starts + row_bytes - 1) // mmap.PAGESIZE
-        pages = np.unique(np.concatenate([first_pages, last_pages]))
-        breaks = np.flatnonzero(np.diff(pages) > 1) + 1
-        ranges = np.split(pages, breaks)
-        for run in ranges:
-            self._file.will_need(int(run[0]) * mmap.PAGESIZE, len(run) * mmap.PAGESIZE)
-        return len(ranges)
+    def _open(self) -> dict[Way, int]:
+        descriptors = {Way.CACHED: open_for_reading(self.path, direct=False)}
+        # Some file systems (tmpfs) have no direct I/O.
+        with contextlib.suppress(OSError):
+            descriptors[Way.DIRECT] = open_for_reading(self.path, direct=True)
+        return descriptors
+
+    def _choose(self, options: TableOptions, report: Callable[[str, float], None]) -> Way:
+        if options.io == Way.MEMORY or (options.io == "auto" and self.info.num_bytes <= _SMALL_BYTES):
+            return Way.MEMORY
+        report("probing the disk", 0.5)
+        rng = np.random.default_rng()
+        for way, descriptor in sorted(self._descriptors.items()):
+            try:
+                self.rates[way] = probe_file(descriptor, self.info, self.depth, self.faults, rng)
+            except OSError as error:
+                if way is Way.CACHED:
+                    raise ModelFileError(f"{self.path}: cannot be read: {error.strerror}") from None
+                _log.warning("%s: no direct I/O: %s", self.path, error.strerror)
+        if options.io == Way.DIRECT and Way.DIRECT not in self.rates:
+            raise ResourceError(
+                f"{self.path}: --ple-io is direct, but the file system has no direct I/O; use auto or mmap"
+            )
+        if options.io != "auto":
+            return Way(options.io)
+        if Way.DIRECT not in self.rates:
+            return Way.CACHED
+        is_good = self.rates[Way.DIRECT].deep >= _GOOD_ENOUGH * self.rates[Way.CACHED].deep
+        return Way.DIRECT if is_good else Way.CACHED
+
+    def _load(self, report: Callable[[str, float], None]) -> NDArray[np.uint8]:
+        """The table's rows, u8 [rows, row_bytes], in memory."""
+        room = available_bytes() - _LEFT_FREE_BYTES
+        if self.info.num_bytes > max(room, _SMALL_BYTES):
+            raise ResourceError(
+                f"--ple-io is ram, but the n-gram table has {self.info.num_bytes / 2**30:.1f} GiB, and "
+                f"{max(0, room) / 2**30:.1f} GiB of memory are free for it "
+                f"({_LEFT_FREE_BYTES / 2**30:g} GiB are left to others); use auto, direct or mmap"
+            )
+        begin = self.info.offset // PAGE_BYTES * PAGE_BYTES
+        end = self.info.offset + self.info.num_bytes
+        memory = np.frombuffer(mmap.mmap(-1, end - begin + _LOADED_PIECE_BYTES), np.uint8)
+        offsets = np.arange(begin, end, _LOADED_PIECE_BYTES)
+        lengths = np.minimum(_LOADED_PIECE_BYTES, end - offsets)
+        whole_pages = -(-lengths // PAGE_BYTES) * PAGE_BYTES
+        addresses = memory.ctypes.data + offsets - begin
+        ranges = np.stack([offsets, whole_pages], axis=1)
+        reads = reads_of(self.descriptor, ranges, lengths, addresses)
+        with ReadQueue(self.depth, self.faults) as queue:
+            for start in range(0, len(reads), self.depth):
+                report("loading the n-gram table", start / len(reads))
+                some = reads[start : start + self.depth]
+                queue.run(some)
+                failed = some[some["result"] < 0]
+                if len(failed):
+                    reason = os.strerror(-int(failed[0]["result"]))
+                    offset = int(failed[0]["offset"])
+                    raise ModelFileError(f"{self.path}: cannot be read at byte {offset}: {reason}")
+        skipped = self.info.offset - begin
+        return memory[skipped : skipped + self.info.num_bytes].reshape(-1, self.row_bytes)
+
+
+def available_bytes() -> int:
+    """Memory that processes can take without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cache_bytes(options: TableOptions, table_bytes: int) -> int:
+    if options.cache_bytes is not None:
+        return options.cache_bytes
+    return min(int(available_bytes() * _CACHE_SHARE), _LARGEST_CACHE_BYTES, 2 * table_bytes)

@@ -1,37 +1,62 @@
-"""Brings the n-gram rows of prompts near before the gpu_worker asks for them.
+"""Brings the n-gram rows of prompts into memory before the gpu_worker asks for them.
 
 The gateway sends the token ids of a prompt as soon as it is tokenised, while the request still waits for its
-turn. One thread works these off in order. It is advice: what does not fit into the short queue, or whose
-request is over, is dropped, and the rows are then read when they are needed.
+turn. One thread works these off in order, with a queue of its own, a chunk ahead of the step that needs them
+or more. It is advice: what does not fit into the short queue, or whose request is over, is dropped, and the
+rows are then read when they are needed.
+
+What is staged must not push out what was staged before and is still to be used: no more is brought than half
+of the cache holds beyond what steps have taken since.
 """
 
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from shared.messages import FileReads, PromptStaged
 from shared.model_config import NgramConfig
-from stager.ngram_hash import NgramHash, windows_of
-from stager.ngram_table import NgramTable
+from stager.ngram_hash import windows_of
+from stager.ngram_rows import RowReader
 
 _log = logging.getLogger(__name__)
 
 _MAX_QUEUED_PROMPTS = 64
-# A prompt is worked off in pieces, so that one that is forgotten stops costing reads.
-_TOKENS_PER_PIECE = 4096
+# A prompt is worked off in pieces, so that one that is forgotten stops costing reads, and so that the rows of
+# its begin are there first. As many tokens as one step computes by default.
+TOKENS_PER_PIECE = 512
+# How often a thread that is ahead looks whether steps have caught up.
+_LOOK_INTERVAL_S = 0.02
 
 
 class PromptPrefetcher:
     """A thread and its queue of prompts."""
 
-    def __init__(self, table: NgramTable, ngram_hash: NgramHash, config: NgramConfig) -> None:
-        self._table = table
-        self._hash = ngram_hash
+    def __init__(
+        self,
+        reader: RowReader,
+        config: NgramConfig,
+        file_name: str,
+        num_places: int,
+        num_taken: Callable[[], int],
+        post: Callable[[PromptStaged], None],
+    ) -> None:
+        """`reader` is this thread's own; `num_places` the rows that the cache holds; `num_taken` says how
+        many rows steps have taken since the start; `post` is told of each prompt, from the thread."""
+        self._reader = reader
         self._ngram_size = config.ngram_size
+        self._file_name = file_name
+        self._most_ahead = num_places // 2
+        self._num_taken = num_taken
+        self._post = post
+        # Rows staged since staging was last not ahead, and what steps had taken by then.
+        self._num_staged = self._taken_before = 0
         self._prompts: OrderedDict[str, Sequence[int]] = OrderedDict()
-        self._forgotten: set[str] = set()
+        self._wanted: set[str] = set()
         self._change = threading.Condition()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
@@ -41,21 +66,24 @@ class PromptPrefetcher:
         """Queues a prompt; the oldest waiting one makes room where the queue is full."""
         with self._change:
             self._prompts[request_id] = token_ids
+            self._wanted.add(request_id)
             if len(self._prompts) > _MAX_QUEUED_PROMPTS:
-                self._prompts.popitem(last=False)
+                dropped, _ = self._prompts.popitem(last=False)
+                self._wanted.discard(dropped)
             self._change.notify()
 
     def forget(self, request_id: str) -> None:
         """Drops a prompt that waits; one that is being read stops after its current piece."""
         with self._change:
-            if self._prompts.pop(request_id, None) is None:
-                self._forgotten.add(request_id)
+            self._prompts.pop(request_id, None)
+            self._wanted.discard(request_id)
 
     def stop(self) -> None:
         """Ends the thread."""
         with self._change:
             self._is_stopped = True
             self._change.notify()
+        self._reader.queue.interrupt()
         self._thread.join()
 
     def _run(self) -> None:
@@ -65,19 +93,64 @@ class PromptPrefetcher:
                 if self._is_stopped:
                     return
                 request_id, token_ids = self._prompts.popitem(last=False)
-                self._forgotten.clear()
             try:
-                self._bring_near(request_id, token_ids)
+                self._stage(request_id, np.array(token_ids, np.int32))
             except Exception:
                 # Advice may fail; the next prompt still wants its own.
-                _log.exception("the n-gram rows of %s were not brought near", request_id)
+                _log.exception("the n-gram rows of %s were not staged", request_id)
+            with self._change:
+                if request_id not in self._prompts:
+                    self._wanted.discard(request_id)
 
-    def _bring_near(self, request_id: str, token_ids: Sequence[int]) -> None:
-        windows = windows_of(np.array(token_ids, np.int32), self._ngram_size)
-        num_ranges = 0
-        for start in range(0, len(windows), _TOKENS_PER_PIECE):
-            if request_id in self._forgotten or self._is_stopped:
-                return
-            rows = self._hash.rows(windows[start : start + _TOKENS_PER_PIECE])
-            num_ranges += self._table.bring_near(rows)
-        _log.debug("%s: asked for %d ranges of the n-gram table", request_id, num_ranges)
+    def _stage(self, request_id: str, token_ids: NDArray[np.int32]) -> None:
+        reader = self._reader
+        started = time.monotonic()
+        rows, hits, failures = reader.num_rows, reader.num_hits, reader.num_failures
+        before = reader.queue.counts
+        windows = np.ascontiguousarray(windows_of(token_ids, self._ngram_size))
+        for start in range(0, len(windows), TOKENS_PER_PIECE):
+            piece = windows[start : start + TOKENS_PER_PIECE]
+            if not self._may_go_on(request_id, len(piece) * reader.num_heads):
+                break
+            reader.stage(piece)
+        after = reader.queue.counts
+        if reader.num_failures > failures:
+            # The step that needs them tries again, and tells its client.
+            _log.warning(
+                "%d n-gram rows of %s could not be read from %s",
+                reader.num_failures - failures,
+                request_id,
+                self._file_name,
+            )
+        busy_s = after.busy_s - before.busy_s
+        self._post(
+            PromptStaged(
+                request_id=request_id,
+                num_rows=reader.num_rows - rows,
+                num_hits=reader.num_hits - hits,
+                reads=FileReads(
+                    file=self._file_name,
+                    num_reads=after.num_reads - before.num_reads,
+                    num_bytes=after.num_bytes - before.num_bytes,
+                    # Nobody waits for what is staged; a step that does says so itself.
+                    wait_s=0.0,
+                ),
+                seconds=time.monotonic() - started,
+                depth=(after.depth_s - before.depth_s) / busy_s if busy_s > 0 else 0.0,
+            )
+        )
+
+    def _may_go_on(self, request_id: str, num_rows: int) -> bool:
+        """Waits until there is room for so many more rows; whether they are still wanted."""
+        with self._change:
+            while request_id in self._wanted and not self._is_stopped:
+                num_taken = self._num_taken()
+                num_ahead = self._num_staged - (num_taken - self._taken_before)
+                if num_ahead <= 0:
+                    self._num_staged, self._taken_before, num_ahead = 0, num_taken, 0
+                # Steps take rows whether or not they were staged, so this does not wait for ever.
+                if num_ahead == 0 or num_ahead + num_rows <= self._most_ahead:
+                    self._num_staged += num_rows
+                    return True
+                self._change.wait(_LOOK_INTERVAL_S)
+        return False

@@ -3,11 +3,14 @@
 import logging
 import os
 import time
+from collections.abc import Callable
+
+import numpy as np
 
 from shared import quants
 from shared.config import StagerConfig
-from shared.messages import ForgetPrompt, FromBinding, StagePrompt
-from shared.model_config import read_model_config
+from shared.messages import ForgetPrompt, FromBinding, Message, StagePrompt
+from shared.model_config import NgramConfig, read_model_config
 from shared.process import ProcessContext
 from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
@@ -15,26 +18,85 @@ from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import cpu_set
 from shared.work_slots import NgramHeader, ngram_ring
 from stager.native_slots import NativeNgrams
-from stager.ngram_hash import NgramHash
-from stager.ngram_table import NgramTable
-from stager.prefetch import PromptPrefetcher
+from stager.ngram_rows import MAX_ROWS, RowReader
+from stager.ngram_table import NgramTable, TableOptions
+from stager.prefetch import TOKENS_PER_PIECE, PromptPrefetcher
+from stager.read_queue import Faults, ReadQueue
 
 _log = logging.getLogger(__name__)
 
 
-class NgramReader:
-    """Fills the slots of the n-gram ring."""
+class NgramSlots:
+    """Serves slots of the n-gram ring that machine code left alone, or says what is wrong with them."""
 
-    def __init__(self, table: NgramTable, ngram_hash: NgramHash) -> None:
-        self._table = table
-        self._hash = ngram_hash
+    def __init__(self, rows: RowReader) -> None:
+        self._rows = rows
 
     def __call__(self, slot: Arrays) -> None:
-        started = time.perf_counter_ns()
+        """Raises ValueError for a slot that makes no sense."""
+        started, rows = time.perf_counter_ns(), self._rows
         num_tokens = int(slot["header"][NgramHeader.NUM_TOKENS])
-        rows = self._hash.rows(slot["windows"][:num_tokens])
-        slot["features"][:num_tokens] = self._table.features(rows)
+        windows = slot["windows"][:num_tokens]
+        most = min(rows.max_tokens, len(slot["windows"]))
+        if not 1 <= num_tokens <= most or (windows[:, 0] < 0).any():
+            raise ValueError(
+                f"a slot of {num_tokens} tokens (1 to {most} are possible), "
+                f"the first window {slot['windows'][0].tolist()}"
+            )
+        slot["features"][:num_tokens] = rows.features(np.ascontiguousarray(windows))
+        for name, counts in rows.counts_of_tokens.items():
+            slot[name][:num_tokens] = counts[:num_tokens]
         slot["header"][NgramHeader.SERVE_NS] = time.perf_counter_ns() - started
+        slot["header"][NgramHeader.DISK_WAIT_NS] = rows.wait_ns
+
+
+class NgramService:
+    """Serves n-gram features to steps, and stages those of prompts."""
+
+    def __init__(self, table: NgramTable, config: NgramConfig, post: Callable[[Message], None]) -> None:
+        self._table = table
+        most_tokens = MAX_ROWS // len(config.head_vocab_sizes)
+        self._reader = self._new_reader(config, most_tokens, is_staging=False)
+        self._readers = [self._reader]
+        self.prefetcher: PromptPrefetcher | None = None
+        if table.cache is not None:
+            staging = self._new_reader(config, TOKENS_PER_PIECE, is_staging=True)
+            self._readers.append(staging)
+            self.prefetcher = PromptPrefetcher(
+                staging, config, table.path.name, table.cache.num_places, lambda: self._reader.num_rows, post
+            )
+        self.work = RingWork(
+            shape=lambda max_tokens: ngram_ring(config, max_tokens),
+            serve=NgramSlots(self._reader),
+            close=self._close,
+            native=NativeNgrams(self._reader, config.ngram_size),
+            capabilities=table.capabilities(),
+        )
+
+    def gauges(self) -> dict[str, float]:
+        """What was read and found so far."""
+        counts = [reader.queue.counts for reader in self._readers]
+        cache = self._table.cache
+        return {
+            "ngram_rows": float(sum(reader.num_rows for reader in self._readers)),
+            "ngram_row_hits": float(sum(reader.num_hits for reader in self._readers)),
+            "ngram_row_failures": float(sum(reader.num_failures for reader in self._readers)),
+            "ngram_cached_rows": float(cache.num_present if cache is not None else 0),
+            "ngram_evicted_rows": float(cache.num_evicted if cache is not None else 0),
+            "ngram_reads": float(sum(count.num_reads for count in counts)),
+            "ngram_read_bytes": float(sum(count.num_bytes for count in counts)),
+        }
+
+    def _new_reader(self, config: NgramConfig, max_tokens: int, *, is_staging: bool) -> RowReader:
+        queue = ReadQueue(self._table.depth, self._table.faults)
+        return RowReader(self._table, config, queue, max_tokens, is_staging=is_staging)
+
+    def _close(self) -> None:
+        if self.prefetcher is not None:
+            self.prefetcher.stop()
+        for reader in self._readers:
+            reader.close()
+        self._table.close()
 
 
 class Stager:
@@ -50,24 +112,24 @@ class Stager:
         os.sched_setaffinity(0, cpu_set(config.stager_cpus, flag="--stager-cpus", second_half=True))
         await run_ring_worker(self._context, self._load, self._hint)
 
-    def _load(self) -> RingWork | None:
-        model = self._context.model
-        model_config = read_model_config(model)
-        check_tensors(model, model_config)
+    def _load(self, post: Callable[[Message], None]) -> RingWork | None:
+        context, config = self._context, self._context.config
+        model_config = read_model_config(context.model)
+        check_tensors(context.model, model_config)
         ngram = model_config.ngram
         if ngram is None:
             return None
-        self._context.report("compiling the decoder of the n-gram table", 0.5)
-        table_format = quants.block_format(model.info(NGRAM_TABLE).type.type_id)
-        quants.warm(decoded=[table_format], gathered=[table_format])
-        table, ngram_hash = NgramTable(model, ngram), NgramHash(ngram)
-        self._prefetcher = prefetcher = PromptPrefetcher(table, ngram_hash, ngram)
-        return RingWork(
-            shape=lambda max_tokens: ngram_ring(ngram, max_tokens),
-            serve=NgramReader(table, ngram_hash),
-            close=prefetcher.stop,
-            native=NativeNgrams(table, ngram),
-        )
+        context.report("compiling the decoder of the n-gram table", 0.1)
+        table_format = quants.block_format(context.model.info(NGRAM_TABLE).type.type_id)
+        quants.warm(gathered=[table_format])
+        faults = Faults(delay_s=config.io_delay_ms / 1000, fail_every=config.io_fail_every)
+        cache_bytes = None if config.ple_cache_mib is None else config.ple_cache_mib << 20
+        options = TableOptions(config.ple_io, cache_bytes, config.io_depth, faults)
+        table = NgramTable(context.model, options, context.report)
+        service = NgramService(table, ngram, post)
+        self._prefetcher = service.prefetcher
+        context.measure = service.gauges
+        return service.work
 
     def _hint(self, message: FromBinding) -> None:
         if self._prefetcher is None:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numba
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils as _cgutils
 from numba.core import types as _types
 from numba.extending import intrinsic
@@ -33,6 +33,9 @@ types: Any = _types
 native = cast("Callable[[Callable[..., Any]], Any]", intrinsic)
 """numba's decorator for functions that write LLVM code. What they make takes other arguments than they do, so
 it has to be cast where it gets its name."""
+
+# For `system_call`, which is an instruction that LLVM has no name for.
+binding.initialize_native_asmparser()
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
@@ -62,6 +65,7 @@ bytes_at = _pointer_to(types.uint8)
 floats_at = _pointer_to(types.float32)
 integers_at = _pointer_to(types.int64)
 ids_at = _pointer_to(types.int32)
+words_at = _pointer_to(types.uint32)
 
 
 def _load(typing_context: Any, address: Any) -> Any:
@@ -89,6 +93,23 @@ def _load_shared(typing_context: Any, address: Any) -> Any:
 def _store_shared(typing_context: Any, address: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], builder.inttoptr(args[0], _INT64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _load_word(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.load_atomic(builder.inttoptr(args[0], _INT32.as_pointer()), "acquire", 4)
+        return builder.zext(word, _INT64)
+
+    return types.int64(types.int64), generate
+
+
+def _store_word(typing_context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.trunc(args[1], _INT32)
+        builder.store_atomic(word, builder.inttoptr(args[0], _INT32.as_pointer()), "release", 4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -145,6 +166,16 @@ def _system_call(builder: Any, args: list[Any]) -> Any:
     padded = [ir.Constant(_INT64, arg) if isinstance(arg, int) else arg for arg in args]
     padded += [ir.Constant(_INT64, 0)] * (7 - len(padded))
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, "syscall"), padded)
+
+
+def _kernel_call(typing_context: Any, number: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # The instruction itself: libc's wrapper would hide the error in a word of the thread.
+        kind = ir.FunctionType(_INT64, [_INT64] * 7)
+        registers = "={rax},{rax},{rdi},{rsi},{rdx},{r10},{r8},{r9},~{rcx},~{r11},~{memory}"
+        return builder.call(ir.InlineAsm(kind, "syscall", registers, side_effect=True), args)
+
+    return types.int64(*7 * (types.int64,)), generate
 
 
 def _futex_wait(typing_context: Any, address: Any, expected: Any) -> Any:
@@ -209,6 +240,15 @@ load_shared = cast("Callable[[int], int]", native(_load_shared))
 
 store_shared = cast("Callable[[int, int], None]", native(_store_shared))
 """`store` into a word that other threads read: what was written before it becomes visible before it."""
+
+load_word_shared = cast("Callable[[int], int]", native(_load_word))
+"""`load_shared` of an unsigned word of 32 bits, as the kernel's rings have them."""
+
+store_word_shared = cast("Callable[[int, int], None]", native(_store_word))
+"""`store_shared` of the lower 32 bits."""
+
+system_call = cast("Callable[[int, int, int, int, int, int, int], int]", native(_kernel_call))
+"""`system_call(number, a, b, c, d, e, f)`: the kernel's answer, a negative errno where it fails."""
 
 fetch_add = cast("Callable[[int, int], int]", native(_fetch_add))
 """`fetch_add(address, value)`: adds to an int64 atomically; returns what it was before."""

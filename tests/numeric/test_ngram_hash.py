@@ -12,8 +12,8 @@ from shared.model_config import NgramConfig
 from stager.ngram_hash import NgramHash, windows_of
 
 EOS = 248_044
-# Constants of the size that the published model has: products of up to 63 bits.
-MULTIPLIERS = (23_703_573_157_769, 20_109_073_645_365, 8_052_911_324_071, 37_143_412_012_543)
+# Constants of the size that the published model has; the last is the largest that a file may have here.
+MULTIPLIERS = (23_703_573_157_769, 20_109_073_645_365, 8_052_911_324_071, 37_143_089_710_271)
 SIZES = (20_000_003, 20_000_023, 20_000_033, 20_000_047, 20_000_059, 20_000_063)
 
 

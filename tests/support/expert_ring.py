@@ -18,9 +18,8 @@ from shared.native.team import Team
 from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
 from shared.work_slots import expert_ring, ngram_ring
 from stager.native_slots import NativeNgrams
-from stager.ngram_hash import NgramHash
-from stager.ngram_table import NgramTable
-from stager.worker import NgramReader
+from stager.ngram_rows import open_rows
+from stager.worker import NgramSlots
 
 CPU = torch.device("cpu")
 
@@ -67,8 +66,9 @@ def served_features(file: GGUFModel, max_tokens: int, *, natively: bool) -> Iter
     """The way to a stager that reads a model's table."""
     ngram = read_model_config(file).ngram
     assert ngram is not None
-    table = NgramTable(file, ngram)
+    rows = open_rows(file, ngram)
     with open_ring(ngram_ring(ngram, max_tokens)) as client:
-        native = NativeNgrams(table, ngram) if natively else None
-        with served(client, NgramReader(table, NgramHash(ngram)), native):
-            yield StagedFeatures(client, CPU, 60)
+        native = NativeNgrams(rows, ngram.ngram_size) if natively else None
+        with served(client, NgramSlots(rows), native):
+            yield StagedFeatures(client, CPU, 60, file.path.name, len(ngram.head_vocab_sizes))
+    rows.close()

@@ -40,9 +40,8 @@ from shared.native.team import Team
 from shared.ring import Arrays, RingClient, RingServer, RingShape
 from shared.run_directory import Role, new_incarnation
 from shared.work_slots import expert_ring, ngram_ring
-from stager.ngram_hash import NgramHash
-from stager.ngram_table import NgramTable
-from stager.worker import NgramReader
+from stager.ngram_rows import open_rows
+from stager.worker import NgramSlots
 
 TIMEOUT_S = 60.0
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -84,7 +83,7 @@ class RunningEngine:
         self.scheduler = Scheduler(max_running=parallel, prefill_tokens=prefill)
         self.messages: queue.Queue[Message] = queue.Queue()
         self.engine = Engine(
-            self.model, self.device.torch_device, self.scheduler, self.messages.put, watchdog_s
+            self.model, self.device.torch_device, self.scheduler, self.messages.put, watchdog_s, path.name
         )
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count()
@@ -103,8 +102,8 @@ class RunningEngine:
             Role.CPU_WORKER: (expert_ring(config, max_tokens), compute_experts)
         }
         if config.ngram is not None:
-            reader = NgramReader(NgramTable(file, config.ngram), NgramHash(config.ngram))
-            self._work[Role.STAGER] = (ngram_ring(config.ngram, max_tokens), reader)
+            slots = NgramSlots(open_rows(file, config.ngram))
+            self._work[Role.STAGER] = (ngram_ring(config.ngram, max_tokens), slots)
 
     def attach(self, role: Role) -> None:
         """Starts a worker and tells the engine."""

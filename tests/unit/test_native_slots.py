@@ -17,9 +17,8 @@ from shared.native.team import Team
 from shared.ring import Arrays, RingClient, RingServer, SlotError
 from shared.work_slots import ExpertHeader, NgramHeader, expert_ring, ngram_ring
 from stager.native_slots import NativeNgrams
-from stager.ngram_hash import NgramHash
-from stager.ngram_table import NgramTable
-from stager.worker import NgramReader
+from stager.ngram_rows import open_rows
+from stager.worker import NgramSlots
 from tests.support.expert_ring import open_ring, served
 from tests.support.tiny_model import NUM_EXPERTS, tiny_model
 
@@ -53,7 +52,7 @@ def ring(config: Qwen4ExpConfig) -> Iterator[RingClient]:
 class Counted:
     """Work in Python, and the numbers of tokens that it was left with."""
 
-    def __init__(self, service: ExpertService | NgramReader, place: int) -> None:
+    def __init__(self, service: ExpertService | NgramSlots, place: int) -> None:
         self._service = service
         self._place = place
         self.num_tokens: list[int] = []
@@ -195,15 +194,16 @@ def test_no_wake_up_is_lost(file: GGUFModel, config: Qwen4ExpConfig, ring: RingC
 
 
 def test_ngrams_are_those_of_python(file: GGUFModel, config: Qwen4ExpConfig) -> None:
-    """Windows with ends of text and the start of a sequence at every place; many tokens go to Python."""
+    """Windows with ends of text and the start of a sequence at every place, in steps of any size; none is
+    left to Python but one that makes no sense."""
     ngram = config.ngram
     assert ngram is not None
-    table, ngram_hash = NgramTable(file, ngram), NgramHash(ngram)
-    work = Counted(NgramReader(table, ngram_hash), NgramHeader.NUM_TOKENS)
+    rows, reference = open_rows(file, ngram), open_rows(file, ngram)
+    work = Counted(NgramSlots(rows), NgramHeader.NUM_TOKENS)
     rng = np.random.default_rng(0)
     with (
         open_ring(ngram_ring(ngram, 40)) as ring,
-        served(ring, work, NativeNgrams(table, ngram)),
+        served(ring, work, NativeNgrams(rows, ngram.ngram_size)),
     ):
         for num_tokens in [*[1] * 60, 2, 16, 17, 40, 3]:
             windows = rng.integers(-1, config.vocab_size, (num_tokens, ngram.ngram_size)).astype(np.int32)
@@ -214,6 +214,12 @@ def test_ngrams_are_those_of_python(file: GGUFModel, config: Qwen4ExpConfig) -> 
             slot["windows"][:num_tokens] = windows
             slot["features"][:] = 7
             features = ring.wait(ring.submit(), 10, PEER)["features"]
-            assert np.array_equal(features[:num_tokens], table.features(ngram_hash.rows(windows)))
+            assert np.array_equal(features[:num_tokens], reference.features(windows))
             assert (features[num_tokens:] == 7).all()
-    assert work.num_tokens == [17, 40]
+        assert work.num_tokens == []
+        for num_tokens in (0, -1, 41):
+            ring.next_slot(10, PEER)["header"][NgramHeader.NUM_TOKENS] = num_tokens
+            with pytest.raises(SlotError, match=f"a slot of {num_tokens} tokens"):
+                ring.wait(ring.submit(), 10, PEER)
+    rows.close()
+    reference.close()
