@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.detokenizer import Detokenizer
 from gateway.engine_client import EngineStream
+from gateway.prompt_progress import PromptProgress
 from gateway.stop_strings import StopStrings
 from gateway.tokenizer import Tokenizer
 from shared.messages import GenerateRequest, PrefillProgress, RequestFinished, RequestTimings, TokenChunk
@@ -35,7 +36,10 @@ class Generation:
         self._num_known_tokens = tokenizer.num_tokens
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopStrings(stop_strings)
-        self._num_output_tokens = 0
+        self.prompt = PromptProgress(len(request.prompt_token_ids))
+        # Whether the gpu_worker has been asked.
+        self.has_begun = False
+        self.num_output_tokens = 0
         self.first_token_at: float | None = None
         # What the request waited here, before the gpu_worker was asked.
         self.waited_s = 0.0
@@ -52,12 +56,13 @@ class Generation:
 
     async def text(self, answers: EngineStream) -> AsyncGenerator[str, None]:
         """The pieces of the answer, none of them empty. Raises GenerationError."""
+        self.has_begun = True
         while self._outcome is None:
             answer = await answers.next()
             match answer:
                 case TokenChunk(token_ids=token_ids):
                     self._note_time(answers.answered_at)
-                    self._num_output_tokens += len(token_ids)
+                    self.num_output_tokens += len(token_ids)
                     piece, matched = self._matcher.feed(self._detokenizer.feed(self._visible(token_ids)))
                     if piece:
                         yield piece
@@ -71,12 +76,12 @@ class Generation:
                     if piece:
                         yield piece
                     self._conclude(answer, "stop" if matched is not None else reason, matched)
-                case PrefillProgress():
-                    continue
+                case PrefillProgress(num_prefilled=num_read):
+                    self.prompt.note(num_read, answers.answered_at)
 
     def _conclude(self, finished: RequestFinished, reason: str, stop_string: str | None) -> None:
         timings = msgspec.structs.replace(finished.timings, queue_s=finished.timings.queue_s + self.waited_s)
-        self._outcome = Outcome(reason, stop_string, self._num_output_tokens, finished, timings)
+        self._outcome = Outcome(reason, stop_string, self.num_output_tokens, finished, timings)
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
         """Without the token that ended the answer, and without ids that the model has rows for but the

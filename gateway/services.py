@@ -12,6 +12,7 @@ from aiohttp import web
 from gateway.admission import Admission
 from gateway.engine_client import EngineClient
 from gateway.metrics import Metrics
+from gateway.request_progress import RequestProgress
 from gateway.text_model import TextModel
 from shared.config import GatewayConfig
 from shared.errors import QueueFullError
@@ -36,6 +37,8 @@ class Services:
     admission: Admission
     metrics: Metrics
     text: TextModel | None = None
+    # The answers being given, by request id.
+    requests: dict[str, RequestProgress] = field(default_factory=dict)
     known_unknown_fields: set[str] = field(default_factory=set)
     _num_long: int = 0
     _long_bodies: ThreadPoolExecutor = field(

@@ -19,6 +19,7 @@ from gateway.admission import Place
 from gateway.api.schema import GenerationFields
 from gateway.error_responses import REQUEST_ID_HEADER, code_of, error_event
 from gateway.generation import Generation, Outcome
+from gateway.request_progress import RequestProgress
 from gateway.services import ARRIVED_AT, REQUEST_ID, SERVICES, Services
 from gateway.sse import EventStream, event_stream
 from gateway.tokenizer import TooManyTokensError
@@ -97,18 +98,22 @@ async def answer(
     try:
         _check_ready(services)
         async with services.admission.enter() as place:
-            job = _Job(services, prompt, generate, body, shape, place, arrived_at)
-            services.engine.stage(generate.request_id, prompt.token_ids)
+            generation = Generation(generate, services.loaded_text().tokenizer, body.stop_strings)
+            job = _Job(services, prompt, generate, generation, body, shape, place, arrived_at)
+            progress = RequestProgress(services.admission, place, generation, arrived_at)
+            services.requests[generate.request_id] = progress
             try:
+                services.engine.stage(generate.request_id, prompt.token_ids)
                 if not body.stream:
                     return await job.whole()
                 headers = {REQUEST_ID_HEADER: generate.request_id}
                 interval_s = services.config.keepalive_interval_s
-                async with event_stream(request, headers, interval_s) as stream:
+                async with event_stream(request, headers, interval_s, progress.sentence) as stream:
                     await job.streamed(stream)
                 return stream.response
             finally:
                 services.engine.forget(generate.request_id)
+                del services.requests[generate.request_id]
     except (asyncio.CancelledError, ConnectionError):
         services.metrics.failed("client_closed")
         _log.info("%s: the client left", generate.request_id)
@@ -224,6 +229,7 @@ class _Job:
     services: Services
     prompt: Prompt
     generate: GenerateRequest
+    generation: Generation
     body: GenerationFields
     shape: Shape
     place: Place
@@ -231,13 +237,11 @@ class _Job:
 
     async def whole(self) -> web.Response:
         """The answer in one JSON object."""
-        generation = self._generation()
-        async with aclosing(self._text(generation)) as text:
+        async with aclosing(self._text()) as text:
             pieces = [piece async for piece in text]
-        payload = self.shape.whole("".join(pieces), generation.outcome)
-        return web.json_response(
-            payload | self._usage(generation.outcome) | self._timings(generation.outcome)
-        )
+        outcome = self.generation.outcome
+        payload = self.shape.whole("".join(pieces), outcome)
+        return web.json_response(payload | self._usage(outcome) | self._timings(outcome))
 
     async def streamed(self, stream: EventStream) -> None:
         """The answer as events. What fails from here on is an event too."""
@@ -256,11 +260,10 @@ class _Job:
         opening = self.shape.opening()
         if opening is not None:
             await stream.send(opening | filler)
-        generation = self._generation()
-        async with aclosing(self._text(generation)) as text:
+        async with aclosing(self._text()) as text:
             async for piece in text:
                 await stream.send(self.shape.piece(piece) | filler)
-        outcome = generation.outcome
+        outcome = self.generation.outcome
         await stream.send(self.shape.closing(outcome) | filler | self._timings(outcome))
         if self.body.wants_usage_chunk:
             await stream.send(self.shape.usage() | self._usage(outcome))
@@ -275,13 +278,9 @@ class _Job:
                 return
             await engine.while_ready(granted)
 
-    def _generation(self) -> Generation:
-        tokenizer = self.services.loaded_text().tokenizer
-        return Generation(self.generate, tokenizer, self.body.stop_strings)
-
-    async def _text(self, generation: Generation) -> AsyncGenerator[str, None]:
+    async def _text(self) -> AsyncGenerator[str, None]:
         """Runs the generation, in its turn: the pieces of its text. Notes in metrics and log how it ended."""
-        engine, admission = self.services.engine, self.services.admission
+        engine, admission, generation = self.services.engine, self.services.admission, self.generation
         queued_at = time.monotonic()
         await self._turn()
         generation.waited_s = time.monotonic() - queued_at

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -10,9 +12,9 @@ import pytest
 
 from gateway.api import answering
 from shared.errors import WorkerFailedError
-from shared.messages import TokenChunk
+from shared.messages import PrefillProgress, TokenChunk
 from shared.run_directory import Role
-from tests.support.gateway_parts import InProcess, failed, gateway
+from tests.support.gateway_parts import InProcess, failed, finished, gateway
 
 ASK = {"prompt": "a", "max_tokens": 5}
 
@@ -155,6 +157,70 @@ async def test_defaults_come_from_the_settings_and_limits_from_the_context() -> 
         assert request.max_new_tokens == 64 - 3
         running.answer(request, "x")
         await asking
+
+
+async def comments_of(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    """Every comment that says something new, without its colon; events are passed over."""
+    last = ""
+    async for raw in response.content:
+        line = raw.decode().rstrip("\n")
+        if line.startswith(": ") and line != last:
+            last = line
+            yield line.removeprefix(": ")
+
+
+async def test_a_stream_says_how_far_it_is_at_every_stage() -> None:
+    """In the queue, while its prompt is read, and in the pauses of its answer."""
+    body = ASK | {"stream": True, "prompt": "abcdefgh"}
+    async with gateway(parallel=1, keepalive_interval_s=0.1) as running, asyncio.timeout(20):
+        first = asyncio.ensure_future(ask(running, ASK))
+        blocker = await running.workers.requests.get()
+        between = asyncio.ensure_future(ask(running, body))
+        await waiting(running, 1)
+        response = await ask(running, body)
+        comments = comments_of(response)
+        assert await anext(comments) == "1 request ahead, 1 running"
+        await (await between).release()
+        (await between).close()
+        assert await anext(comments) == "0 requests ahead, 1 running"
+        running.answer(blocker, "x")
+        await first
+        request = await running.workers.requests.get()
+        assert await anext(comments) == "prompt 0/8 tokens read"
+
+        def read(num_read: int) -> None:
+            progress = PrefillProgress(
+                request_id=request.request_id, num_prefilled=num_read, num_prompt_tokens=8
+            )
+            running.say(progress)
+
+        read(2)
+        assert await anext(comments) == "prompt 2/8 tokens read"
+        read(4)
+        assert re.fullmatch("prompt 4/8 tokens read, [0-9]+ s to go", await anext(comments))
+        running.say(TokenChunk(request_id=request.request_id, token_ids=[ord("a")]))
+        async for comment in comments:
+            if comment == "1 token generated":
+                break
+            assert comment.startswith("prompt 4/8")
+        running.say(finished(request.request_id))
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_says_that_it_waits_for_the_workers() -> None:
+    async with gateway(parallel=1, keepalive_interval_s=0.1) as running, asyncio.timeout(20):
+        asking = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        async with running.services.admission.enter():
+            response = await asking
+            await waiting(running, 1)
+            running.lose_gpu_worker()
+        comments = comments_of(response)
+        async for comment in comments:
+            if comment == "waiting for the workers to be ready":
+                break
+        running.find_gpu_worker()
+        running.answer(await running.workers.requests.get(), "x")
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_without_a_seed_every_request_draws_its_own() -> None:
