@@ -8,12 +8,20 @@ from dataclasses import dataclass
 
 import msgspec
 
+from gateway.attribution import by_file
 from gateway.detokenizer import Detokenizer
 from gateway.engine_client import EngineStream
 from gateway.prompt_progress import PromptProgress
 from gateway.stop_strings import StopStrings
 from gateway.tokenizer import Tokenizer
-from shared.messages import GenerateRequest, PrefillProgress, RequestFinished, RequestTimings, TokenChunk
+from shared.messages import (
+    GenerateRequest,
+    PrefillProgress,
+    PromptStaged,
+    RequestFinished,
+    RequestTimings,
+    TokenChunk,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,8 @@ class Outcome:
     num_output_tokens: int
     finished: RequestFinished
     timings: RequestTimings
-    """The gpu_worker's, and all of the wait for a place in the queue."""
+    """The gpu_worker's, and all of the wait for a place in the queue, and all reads of files."""
+    staged: PromptStaged | None
 
 
 class Generation:
@@ -67,7 +76,7 @@ class Generation:
                     if piece:
                         yield piece
                     if matched is not None:
-                        self._conclude(await answers.abort(), "stop", matched)
+                        self._conclude(await answers.abort(), answers.staged, "stop", matched)
                 case RequestFinished(finish_reason=reason):
                     piece, matched = self._matcher.feed(self._detokenizer.flush())
                     if matched is None:
@@ -75,13 +84,18 @@ class Generation:
                         piece += rest
                     if piece:
                         yield piece
-                    self._conclude(answer, "stop" if matched is not None else reason, matched)
+                    ending = "stop" if matched is not None else reason
+                    self._conclude(answer, answers.staged, ending, matched)
                 case PrefillProgress(num_prefilled=num_read):
                     self.prompt.note(num_read, answers.answered_at)
 
-    def _conclude(self, finished: RequestFinished, reason: str, stop_string: str | None) -> None:
-        timings = msgspec.structs.replace(finished.timings, queue_s=finished.timings.queue_s + self.waited_s)
-        self._outcome = Outcome(reason, stop_string, self.num_output_tokens, finished, timings)
+    def _conclude(
+        self, finished: RequestFinished, staged: PromptStaged | None, reason: str, stop_string: str | None
+    ) -> None:
+        own = finished.timings
+        disk = by_file([*own.disk, *([staged.reads] if staged is not None else [])])
+        timings = msgspec.structs.replace(own, queue_s=own.queue_s + self.waited_s, disk=disk)
+        self._outcome = Outcome(reason, stop_string, self.num_output_tokens, finished, timings, staged)
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
         """Without the token that ended the answer, and without ids that the model has rows for but the
@@ -95,6 +109,8 @@ class Generation:
     def _note_time(self, now: float) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
+            # The last piece of a prompt is not reported by itself.
+            self.prompt.note(self.prompt.num_tokens, now)
         else:
             self.gaps_s.append(now - self._last_token_at)
         self._last_token_at = now

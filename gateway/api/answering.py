@@ -17,6 +17,7 @@ from aiohttp import web
 
 from gateway.admission import Place
 from gateway.api.schema import GenerationFields
+from gateway.attribution import shares_of
 from gateway.error_responses import REQUEST_ID_HEADER, code_of, error_event
 from gateway.generation import Generation, Outcome
 from gateway.request_progress import RequestProgress
@@ -24,7 +25,7 @@ from gateway.services import ARRIVED_AT, REQUEST_ID, SERVICES, Services
 from gateway.sse import EventStream, event_stream
 from gateway.tokenizer import TooManyTokensError
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from shared.messages import GenerateRequest, Sampling
+from shared.messages import FileReads, GenerateRequest, Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -201,11 +202,11 @@ def usage_of(num_prompt_tokens: int, outcome: Outcome) -> dict[str, Any]:
 
 
 def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> dict[str, Any]:
-    """The `timings` object that llama-server's clients know, and the waits behind it."""
+    """The `timings` object that llama-server's clients know, the waits behind it, and what was needed."""
     times = outcome.timings
     prompt_ms, predicted_ms = 1e3 * times.prefill_s, 1e3 * times.decode_s
     num_predicted = outcome.num_output_tokens
-    return {
+    timings: dict[str, Any] = {
         "cache_n": 0,
         "prompt_n": num_prompt_tokens,
         "prompt_ms": round(prompt_ms, 3),
@@ -219,6 +220,36 @@ def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> d
         "tokenize_ms": round(1e3 * tokenize_s, 3),
         "ngram_wait_ms": round(1e3 * times.ngram_wait_s, 3),
         "expert_wait_ms": round(1e3 * times.expert_wait_s, 3),
+        "ngram_n": times.ngram_rows,
+        "ngram_hits_n": times.ngram_hits,
+        "major_faults_n": times.major_faults,
+        "disk_bytes_n": sum(reads.num_bytes for reads in times.disk),
+    }
+    routes = shares_of(times.routes)
+    if routes:
+        timings["expert_routes"] = {
+            way: {"n": count, "share": round(share, 6)} for way, (count, share) in routes.items()
+        }
+    if times.disk:
+        timings["disk"] = [_reads_of(reads) for reads in times.disk]
+    staged = outcome.staged
+    if staged is not None and staged.reads.num_reads:
+        timings["staged"] = {
+            "ngram_n": staged.num_rows,
+            "ngram_hits_n": staged.num_hits,
+            "ms": round(1e3 * staged.seconds, 3),
+            "depth": round(staged.depth, 1),
+            **_reads_of(staged.reads),
+        }
+    return timings
+
+
+def _reads_of(reads: FileReads) -> dict[str, Any]:
+    return {
+        "file": reads.file,
+        "reads_n": reads.num_reads,
+        "bytes_n": reads.num_bytes,
+        "wait_ms": round(1e3 * reads.wait_s, 3),
     }
 
 

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from gateway.api import answering
 from shared.errors import WorkerFailedError
-from shared.messages import PrefillProgress, TokenChunk
+from shared.messages import PrefillProgress, RouteCounts, TokenChunk
 from shared.run_directory import Role
-from tests.support.gateway_parts import InProcess, failed, finished, gateway
+from tests.support.gateway_parts import TIMINGS, InProcess, failed, finished, gateway, reads, staged
 
 ASK = {"prompt": "a", "max_tokens": 5}
 
@@ -242,6 +243,69 @@ async def test_the_stager_hears_of_a_prompt_before_the_gpu_worker_and_is_told_to
         await asking
         kinds = [type(message).__name__ for _, message in running.workers.posted]
         assert kinds == ["StagePrompt", "GenerateRequest", "ForgetPrompt"]
+
+
+NEEDED = msgspec.structs.replace(
+    TIMINGS,
+    ngram_rows=120,
+    ngram_hits=117,
+    routes=RouteCounts(ram=300, disk=100),
+    disk=[reads("part-2", 3, 12288, 0.015), reads("part-1", 1, 4096, 0.001)],
+    major_faults=2,
+)
+
+
+async def test_timings_say_what_was_needed_and_where_it_came_from() -> None:
+    """Reads ahead of time and those of steps together by file, the former once more by themselves."""
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK))
+        request = await running.workers.requests.get()
+        running.stager_says(staged(request.request_id, reads("part-2", 40, 163840)))
+        running.answer(request, "x", timings=NEEDED)
+        timings = (await (await asking).json())["timings"]
+    assert (timings["ngram_n"], timings["ngram_hits_n"], timings["major_faults_n"]) == (120, 117, 2)
+    assert timings["expert_routes"] == {"ram": {"n": 300, "share": 0.75}, "disk": {"n": 100, "share": 0.25}}
+    assert timings["disk"] == [
+        {"file": "part-1", "reads_n": 1, "bytes_n": 4096, "wait_ms": 1},
+        {"file": "part-2", "reads_n": 43, "bytes_n": 176128, "wait_ms": 15},
+    ]
+    assert timings["disk_bytes_n"] == 4096 + 176128
+    assert timings["staged"] == {
+        "ngram_n": 50,
+        "ngram_hits_n": 10,
+        "ms": 250,
+        "depth": 31.5,
+        "file": "part-2",
+        "reads_n": 40,
+        "bytes_n": 163840,
+        "wait_ms": 0,
+    }
+    assert (timings["prompt_n"], timings["predicted_n"], timings["prompt_ms"]) == (1, 1, 200)
+
+
+async def test_timings_are_short_where_nothing_was_read() -> None:
+    """As on a warm repeat; also where the stager says that it found everything."""
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        request = await running.workers.requests.get()
+        running.stager_says(staged(request.request_id, reads("part-2", 0, 0)))
+        running.answer(request, "x")
+        *_, end, _ = await events_of(await asking)
+    timings = end["timings"]
+    assert (timings["ngram_n"], timings["ngram_hits_n"], timings["major_faults_n"]) == (0, 0, 0)
+    assert timings["disk_bytes_n"] == 0
+    assert not {"disk", "staged", "expert_routes"} & timings.keys()
+
+
+async def test_what_the_stager_says_too_late_is_not_in_the_answer() -> None:
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK))
+        request = await running.workers.requests.get()
+        running.answer(request, "x")
+        timings = (await (await asking).json())["timings"]
+        running.stager_says(staged(request.request_id, reads("part-2", 40, 163840)))
+        assert timings["disk_bytes_n"] == 0
+        assert running.engine.staged(request.request_id) is None
 
 
 async def test_a_chat_needs_a_template() -> None:
