@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -265,6 +265,7 @@ class _Job:
     shape: Shape
     place: Place
     arrived_at: float
+    timings: dict[str, Any] = field(default_factory=dict, init=False)
 
     async def whole(self) -> web.Response:
         """The answer in one JSON object."""
@@ -272,7 +273,7 @@ class _Job:
             pieces = [piece async for piece in text]
         outcome = self.generation.outcome
         payload = self.shape.whole("".join(pieces), outcome)
-        return web.json_response(payload | self._usage(outcome) | self._timings(outcome))
+        return web.json_response(payload | self._usage(outcome) | {"timings": self.timings})
 
     async def streamed(self, stream: EventStream) -> None:
         """The answer as events. What fails from here on is an event too."""
@@ -295,7 +296,7 @@ class _Job:
             async for piece in text:
                 await stream.send(self.shape.piece(piece) | filler)
         outcome = self.generation.outcome
-        await stream.send(self.shape.closing(outcome) | filler | self._timings(outcome))
+        await stream.send(self.shape.closing(outcome) | filler | {"timings": self.timings})
         if self.body.wants_usage_chunk:
             await stream.send(self.shape.usage() | self._usage(outcome))
 
@@ -321,6 +322,8 @@ class _Job:
                 yield piece
         self.services.metrics.finished(generation, self.arrived_at, self.prompt.tokenize_s)
         outcome = generation.outcome
+        self.timings = timings_of(len(self.prompt.token_ids), outcome, self.prompt.tokenize_s)
+        self.services.last_timings = self.timings
         _log.info(
             "%s: %d prompt tokens, %d generated, %s, %.3f s to the first token, %.3f s in all",
             self.generate.request_id,
@@ -333,6 +336,3 @@ class _Job:
 
     def _usage(self, outcome: Outcome) -> dict[str, Any]:
         return {"usage": usage_of(len(self.prompt.token_ids), outcome)}
-
-    def _timings(self, outcome: Outcome) -> dict[str, Any]:
-        return {"timings": timings_of(len(self.prompt.token_ids), outcome, self.prompt.tokenize_s)}

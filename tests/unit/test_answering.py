@@ -13,7 +13,8 @@ import pytest
 
 from gateway.api import answering
 from shared.errors import WorkerFailedError
-from shared.messages import PrefillProgress, RouteCounts, TokenChunk
+from shared.link import PeerState
+from shared.messages import Heartbeat, PrefillProgress, RouteCounts, TokenChunk
 from shared.run_directory import Role
 from tests.support.gateway_parts import TIMINGS, InProcess, failed, finished, gateway, reads, staged
 
@@ -336,6 +337,60 @@ async def test_health_says_recovering_whoever_was_lost() -> None:
         running.engine.peer_lost(stager, "its process died")
         health = await (await running.client.get("/health")).json()
         assert (health["status"], health["loaded"]) == ("recovering", False)
+
+
+async def status_of(running: InProcess) -> Any:
+    response = await running.client.get("/v1/status")
+    assert response.status == 200
+    return await response.json()
+
+
+async def test_status_shows_what_workers_found_out_and_how_they_do() -> None:
+    """But not what the predecessor of one that still loads had found out."""
+    found = {"ple_io": "direct", "ple_probe_direct_64": 37000.5, "ple_cache_mib": 512}
+    beat = Heartbeat(state="ready", activity="serving", progress=1, gauges={"row_cache_hit_rate": 0.75})
+    async with gateway() as running:
+        stager = running.engine.peers[Role.STAGER]
+        assert (await status_of(running))["processes"]["stager"] == {"state": "absent", "losses": 0}
+        stager.state, stager.capabilities, stager.heartbeat = PeerState.READY, found, beat
+        described = (await status_of(running))["processes"]["stager"]
+        assert described["capabilities"] == found
+        assert described["gauges"] == {"row_cache_hit_rate": 0.75}
+        stager.state = PeerState.GREETED
+        assert "capabilities" not in (await status_of(running))["processes"]["stager"]
+        whole = await status_of(running)
+        assert whole["processes"]["gpu_worker"]["capabilities"]["device"] == "cpu"
+        assert whole["processes"]["gateway"]["gauges"]["cpu_seconds"] > 0
+        assert (whole["status"], whole["loaded"], whole["model"]) == ("ok", True, "tiny")
+
+
+async def test_status_follows_every_request_to_its_end() -> None:
+    async with gateway(parallel=1) as running:
+
+        async def requests() -> list[Any]:
+            found = (await status_of(running))["requests"]
+            for request in found:
+                assert request.pop("age_s") >= 0
+            return [tuple(request.values()) for request in found]
+
+        asking = asyncio.ensure_future(ask(running, ASK | {"prompt": "abcdefgh"}))
+        request = await running.workers.requests.get()
+        request_id = request.request_id
+        waiter = asyncio.ensure_future(ask(running, ASK))
+        await waiting(running, 1)
+        first, second = await requests()
+        assert first == (request_id, "reading", 0, 8, 0, None, 0)
+        assert second[1:] == ("waiting", 0, 1, 0, None, 0)
+        running.say(PrefillProgress(request_id=request_id, num_prefilled=6, num_prompt_tokens=8))
+        running.say(TokenChunk(request_id=request_id, token_ids=[ord("a")]))
+        first, _ = await requests()
+        assert first == (request_id, "generating", 0, 8, 8, None, 1)
+        running.say(finished(request_id))
+        answer = await (await asking).json()
+        assert (await status_of(running))["last_timings"] == answer["timings"]
+        waiter.cancel()
+        while await requests():
+            pass
 
 
 async def test_at_the_end_of_a_drain_who_waits_is_told() -> None:
