@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -132,6 +134,15 @@ async def test_stages_have_the_waits_for_the_disk() -> None:
 
         assert stage("disk_wait") == (2, 1.5)
         assert stage("staging") == (1, 0.25)
+
+
+async def test_the_page_about_the_disk_names_metrics_that_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "disk.md").read_text(encoding="utf-8")
+    named = {name.removesuffix("_bucket") for name in re.findall("strata_[a-z_]+", page)}
+    assert len(named) > 5
+    async with gateway() as running:
+        body, _ = running.services.metrics.exposition()
+    assert named <= set(re.findall("# TYPE ([a-z_]+) ", body.decode()))
 
 
 async def test_every_name_says_its_unit_and_is_ours() -> None:
