@@ -49,6 +49,10 @@ class Admission:
         """Whether every request has been answered to its end."""
         return self._num_inside == 0
 
+    def num_ahead(self, place: Place) -> int:
+        """Requests whose turn comes before that of this one; those that run are not counted."""
+        return self._waiting.index(place) if place in self._waiting else 0
+
     def drain(self) -> None:
         """Takes nobody new from now on; who is here may finish."""
         self.is_draining = True

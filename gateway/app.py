@@ -13,7 +13,7 @@ from gateway.api.chat import chat_completions
 from gateway.api.completions import completions
 from gateway.api.logits import logits
 from gateway.api.models import get_model, list_models
-from gateway.api.status import get_version, health, livez, metrics, readyz
+from gateway.api.status import get_version, health, livez, metrics, readyz, status
 from gateway.api.tokenize import detokenize_ids, tokenize
 from gateway.error_responses import REQUEST_ID_HEADER, error_middleware
 from gateway.services import ARRIVED_AT, REQUEST_ID, SERVICES, Services
@@ -52,6 +52,7 @@ def build_app(services: Services) -> web.Application:
             web.get("/readyz", readyz),
             web.get("/version", get_version),
             web.get("/metrics", metrics),
+            web.get("/v1/status", status),
             web.get("/v1/models", list_models),
             web.get("/v1/models/{name:.+}", get_model),
             web.post("/v1/chat/completions", chat_completions),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from gateway.attribution import Totals
 from shared.config import GatewayConfig
 from shared.errors import GenerationError, ModelLoadingError, WorkerFailedError
 from shared.link import Identity, LinkServer, Peer, PeerState
@@ -22,6 +23,7 @@ from shared.messages import (
     Heartbeat,
     Init,
     PrefillProgress,
+    PromptStaged,
     RequestFailed,
     RequestFinished,
     StagePrompt,
@@ -82,6 +84,11 @@ class EngineStream:
             if isinstance(answer, RequestFinished):
                 return answer
 
+    @property
+    def staged(self) -> PromptStaged | None:
+        """What staging the prompt took, as far as that is known by now."""
+        return self._client.staged(self._request.request_id)
+
     def put(self, answer: Answer | GenerationError) -> None:
         """Hands an answer to whoever reads the stream."""
         self._answers.put_nowait((time.monotonic(), answer))
@@ -96,11 +103,14 @@ class EngineClient:
         self._incarnation = identity.incarnation
         self._server = LinkServer(identity, directory, WORKER_ROLES, self, config)
         self._streams: dict[str, EngineStream] = {}
+        # What came of the prompts that the stager was told of, until it is told to forget them.
+        self._staged: dict[str, PromptStaged | None] = {}
         # One of the two is set at any time; see `_set_ready`.
         self._ready, self._absent = asyncio.Event(), asyncio.Event()
         self._set_ready(False)
         self._stop_failure: GenerationError | None = None
         self.max_context = 0
+        self.totals = Totals()
 
     @property
     def peers(self) -> dict[Role, Peer]:
@@ -148,13 +158,19 @@ class EngineClient:
         )
 
     def stage(self, request_id: str, prompt_token_ids: Sequence[int]) -> None:
-        """Tells the stager of a prompt that will be computed soon."""
+        """Tells the stager of a prompt that will be computed soon. To be followed by `forget`."""
+        self._staged[request_id] = None
         message = StagePrompt(request_id=request_id, prompt_token_ids=list(prompt_token_ids))
         self._server.post(Role.STAGER, message)
 
     def forget(self, request_id: str) -> None:
-        """Tells the stager that a prompt will not be computed any more."""
+        """Tells the stager that a prompt will not be computed any more. Does no harm the second time."""
+        self._staged.pop(request_id, None)
         self._server.post(Role.STAGER, ForgetPrompt(request_id=request_id))
+
+    def staged(self, request_id: str) -> PromptStaged | None:
+        """What the stager said of a prompt that is not forgotten yet."""
+        return self._staged.get(request_id)
 
     def open(self, request: GenerateRequest, on_last_word: Callable[[], None]) -> EngineStream:
         """A request, to be entered as a context. `on_last_word` is called once the gpu_worker is done with
@@ -219,16 +235,34 @@ class EngineClient:
         match message:
             case Heartbeat():
                 self._judge()
-            case TokenChunk() | PrefillProgress() | RequestFinished():
-                stream = self._streams.get(message.request_id)
-                if stream is not None:
-                    stream.put(message)
+            case TokenChunk() | PrefillProgress():
+                self._hand_on(message)
+            case RequestFinished(timings=timings):
+                self.totals.finished(timings)
+                self._hand_on(message)
+            case PromptStaged():
+                self._note_staged(message)
             case RequestFailed(request_id=request_id, code=code, reason=reason):
                 stream = self._streams.get(request_id)
                 if stream is not None:
                     stream.put(GenerationError(reason, code=code))
             case _:
                 _log.error("%s sent a %s, which it may not", peer.role, type(message).__name__)
+
+    def _hand_on(self, answer: Answer) -> None:
+        stream = self._streams.get(answer.request_id)
+        if stream is not None:
+            stream.put(answer)
+
+    def _note_staged(self, staged: PromptStaged) -> None:
+        """Counts what was read, also for a request that is over by now, but never the same twice."""
+        request_id = staged.request_id
+        if self._staged.get(request_id) is not None:
+            _log.error("the stager says twice what it read for %s", request_id)
+            return
+        self.totals.staged(staged)
+        if request_id in self._staged:
+            self._staged[request_id] = staged
 
     def _judge(self) -> None:
         """The stack can compute when the gpu_worker says that it has all it needs."""

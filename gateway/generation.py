@@ -8,11 +8,20 @@ from dataclasses import dataclass
 
 import msgspec
 
+from gateway.attribution import by_file
 from gateway.detokenizer import Detokenizer
 from gateway.engine_client import EngineStream
+from gateway.prompt_progress import PromptProgress
 from gateway.stop_strings import StopStrings
 from gateway.tokenizer import Tokenizer
-from shared.messages import GenerateRequest, PrefillProgress, RequestFinished, RequestTimings, TokenChunk
+from shared.messages import (
+    GenerateRequest,
+    PrefillProgress,
+    PromptStaged,
+    RequestFinished,
+    RequestTimings,
+    TokenChunk,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,8 @@ class Outcome:
     num_output_tokens: int
     finished: RequestFinished
     timings: RequestTimings
-    """The gpu_worker's, and all of the wait for a place in the queue."""
+    """The gpu_worker's, and all of the wait for a place in the queue, and all reads of files."""
+    staged: PromptStaged | None
 
 
 class Generation:
@@ -35,7 +45,10 @@ class Generation:
         self._num_known_tokens = tokenizer.num_tokens
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopStrings(stop_strings)
-        self._num_output_tokens = 0
+        self.prompt = PromptProgress(len(request.prompt_token_ids))
+        # Whether the gpu_worker has been asked.
+        self.has_begun = False
+        self.num_output_tokens = 0
         self.first_token_at: float | None = None
         # What the request waited here, before the gpu_worker was asked.
         self.waited_s = 0.0
@@ -52,17 +65,18 @@ class Generation:
 
     async def text(self, answers: EngineStream) -> AsyncGenerator[str, None]:
         """The pieces of the answer, none of them empty. Raises GenerationError."""
+        self.has_begun = True
         while self._outcome is None:
             answer = await answers.next()
             match answer:
                 case TokenChunk(token_ids=token_ids):
                     self._note_time(answers.answered_at)
-                    self._num_output_tokens += len(token_ids)
+                    self.num_output_tokens += len(token_ids)
                     piece, matched = self._matcher.feed(self._detokenizer.feed(self._visible(token_ids)))
                     if piece:
                         yield piece
                     if matched is not None:
-                        self._conclude(await answers.abort(), "stop", matched)
+                        self._conclude(await answers.abort(), answers.staged, "stop", matched)
                 case RequestFinished(finish_reason=reason):
                     piece, matched = self._matcher.feed(self._detokenizer.flush())
                     if matched is None:
@@ -70,13 +84,18 @@ class Generation:
                         piece += rest
                     if piece:
                         yield piece
-                    self._conclude(answer, "stop" if matched is not None else reason, matched)
-                case PrefillProgress():
-                    continue
+                    ending = "stop" if matched is not None else reason
+                    self._conclude(answer, answers.staged, ending, matched)
+                case PrefillProgress(num_prefilled=num_read):
+                    self.prompt.note(num_read, answers.answered_at)
 
-    def _conclude(self, finished: RequestFinished, reason: str, stop_string: str | None) -> None:
-        timings = msgspec.structs.replace(finished.timings, queue_s=finished.timings.queue_s + self.waited_s)
-        self._outcome = Outcome(reason, stop_string, self._num_output_tokens, finished, timings)
+    def _conclude(
+        self, finished: RequestFinished, staged: PromptStaged | None, reason: str, stop_string: str | None
+    ) -> None:
+        own = finished.timings
+        disk = by_file([*own.disk, *([staged.reads] if staged is not None else [])])
+        timings = msgspec.structs.replace(own, queue_s=own.queue_s + self.waited_s, disk=disk)
+        self._outcome = Outcome(reason, stop_string, self.num_output_tokens, finished, timings, staged)
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
         """Without the token that ended the answer, and without ids that the model has rows for but the
@@ -90,6 +109,8 @@ class Generation:
     def _note_time(self, now: float) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
+            # The last piece of a prompt is not reported by itself.
+            self.prompt.note(self.prompt.num_tokens, now)
         else:
             self.gaps_s.append(now - self._last_token_at)
         self._last_token_at = now

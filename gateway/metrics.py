@@ -1,21 +1,22 @@
 """What the gateway measures, as Prometheus families, with the bucket lists of all of them.
 
 Families that other servers have too take the stems of their names (vLLM's) with our own prefix. What the
-workers say of themselves in heartbeats is exported here too, so that one scrape sees all processes.
+workers say of themselves in heartbeats, and of requests in their answers, is exported here too, so that one
+scrape sees all processes.
 """
 
 import time
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from gateway.admission import Admission
 from gateway.engine_client import EngineClient
-from gateway.generation import Generation
-from shared.messages import Heartbeat, RequestTimings
+from gateway.generation import Generation, Outcome
+from shared.messages import Heartbeat
 from shared.process import ProcessState
 
 # Seconds. Long tails are kept: reading experts from a disk can be slow.
@@ -31,8 +32,6 @@ _REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-
-_STAGES = ("queue", "tokenize", "prefill", "decode", "ngram_wait", "expert_wait")
 
 
 class Metrics:
@@ -81,7 +80,7 @@ class Metrics:
             self._ttft.labels(self._model).observe(generation.first_token_at - arrived_at)
         for gap_s in generation.gaps_s:
             self._gap.labels(self._model).observe(gap_s)
-        for stage, seconds in _stage_times(outcome.timings, tokenize_s).items():
+        for stage, seconds in _stage_times(outcome, tokenize_s).items():
             self._stage.labels(self._model, stage).observe(seconds)
 
     def failed(self, code: str) -> None:
@@ -97,20 +96,23 @@ class Metrics:
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
 
-def _stage_times(timings: RequestTimings, tokenize_s: float) -> dict[str, float]:
-    seconds = (
-        timings.queue_s,
-        tokenize_s,
-        timings.prefill_s,
-        timings.decode_s,
-        timings.ngram_wait_s,
-        timings.expert_wait_s,
-    )
-    return dict(zip(_STAGES, seconds, strict=True))
+def _stage_times(outcome: Outcome, tokenize_s: float) -> dict[str, float]:
+    timings = outcome.timings
+    seconds = {
+        "queue": timings.queue_s,
+        "tokenize": tokenize_s,
+        "prefill": timings.prefill_s,
+        "decode": timings.decode_s,
+        "ngram_wait": timings.ngram_wait_s,
+        "expert_wait": timings.expert_wait_s,
+        # Of its steps; while a prompt is staged nobody has to wait.
+        "disk_wait": sum(reads.wait_s for reads in outcome.finished.timings.disk),
+    }
+    return seconds | ({"staging": outcome.staged.seconds} if outcome.staged is not None else {})
 
 
 class StackCollector(Collector):
-    """What is read at the moment of the scrape: queues, and the state of every process."""
+    """What is read at the moment of the scrape: queues, what was needed so far, the states of processes."""
 
     def __init__(
         self,
@@ -125,7 +127,7 @@ class StackCollector(Collector):
         self._model = model_name
 
     def collect(self) -> Iterable[Metric]:
-        """All gauges."""
+        """Everything that is not counted as requests end."""
         for name, text, value in (
             ("strata_num_requests_running", "Requests being computed", self._admission.num_running),
             ("strata_num_requests_waiting", "Requests waiting for their turn", self._admission.num_waiting),
@@ -133,7 +135,48 @@ class StackCollector(Collector):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
+        yield from self._disk()
+        yield from self._needs()
         yield from self._processes()
+
+    def _disk(self) -> Iterable[Metric]:
+        labels = ["model_name", "file", "purpose"]
+        num_reads = CounterMetricFamily(
+            "strata_disk_reads", "Reads of a file, and whether they were ahead of time", labels=labels
+        )
+        num_bytes = CounterMetricFamily(
+            "strata_disk_read_bytes", "Bytes that these reads moved", labels=labels
+        )
+        wait = CounterMetricFamily(
+            "strata_disk_wait_seconds", "Time in which nothing could be done but wait for them", labels=labels
+        )
+        for (purpose, file), reads in self._engine.totals.reads.items():
+            values = [self._model, file, purpose]
+            num_reads.add_metric(values, reads.num_reads)
+            num_bytes.add_metric(values, reads.num_bytes)
+            wait.add_metric(values, reads.wait_s)
+        yield from (num_reads, num_bytes, wait)
+
+    def _needs(self) -> Iterable[Metric]:
+        totals = self._engine.totals
+        for name, text, value in (
+            ("strata_ngram_rows", "Rows of the n-gram table that tokens needed", totals.num_ngram_rows),
+            ("strata_ngram_row_hits", "Those of them that were in memory", totals.num_ngram_hits),
+            (
+                "strata_request_major_faults",
+                "Page faults of the workers in steps; those of a shared step count for each of its requests",
+                totals.num_major_faults,
+            ),
+        ):
+            family = CounterMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+        routes = CounterMetricFamily(
+            "strata_expert_routes", "Routes of tokens to experts, by way", labels=["model_name", "way"]
+        )
+        for way, count in totals.num_routes.items():
+            routes.add_metric([self._model, way], count)
+        yield routes
 
     def _processes(self) -> Iterable[Metric]:
         state = GaugeMetricFamily(

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import web
 
 from gateway.admission import Admission
 from gateway.engine_client import EngineClient
 from gateway.metrics import Metrics
+from gateway.request_progress import RequestProgress
 from gateway.text_model import TextModel
 from shared.config import GatewayConfig
 from shared.errors import QueueFullError
@@ -36,6 +37,10 @@ class Services:
     admission: Admission
     metrics: Metrics
     text: TextModel | None = None
+    # The answers being given, by request id.
+    requests: dict[str, RequestProgress] = field(default_factory=dict)
+    # The `timings` of the answer that ended last: many clients do not show theirs.
+    last_timings: dict[str, Any] | None = None
     known_unknown_fields: set[str] = field(default_factory=set)
     _num_long: int = 0
     _long_bodies: ThreadPoolExecutor = field(

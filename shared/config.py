@@ -129,9 +129,11 @@ class GatewayConfig(CapacityConfig):
     max_body_mib: float = setting(
         8.0, "largest request body", group=_NETWORK, unit="MiB", minimum=0.01, maximum=1024
     )
+    # Node's clients give up after 300 s of silence and proxies after 60, but a person who waits for a long
+    # prompt begins to doubt after a few seconds; a comment is 50 bytes.
     keepalive_interval_s: float = setting(
-        10.0,
-        "time between comments on a stream that has nothing to say",
+        3.0,
+        "time between comments on a stream that has nothing to say, which tell how far the request is",
         group=_NETWORK,
         unit="SECONDS",
         minimum=0.1,

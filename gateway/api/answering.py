@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -17,13 +17,15 @@ from aiohttp import web
 
 from gateway.admission import Place
 from gateway.api.schema import GenerationFields
+from gateway.attribution import shares_of
 from gateway.error_responses import REQUEST_ID_HEADER, code_of, error_event
 from gateway.generation import Generation, Outcome
+from gateway.request_progress import RequestProgress
 from gateway.services import ARRIVED_AT, REQUEST_ID, SERVICES, Services
 from gateway.sse import EventStream, event_stream
 from gateway.tokenizer import TooManyTokensError
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from shared.messages import GenerateRequest, Sampling
+from shared.messages import FileReads, GenerateRequest, Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -97,18 +99,22 @@ async def answer(
     try:
         _check_ready(services)
         async with services.admission.enter() as place:
-            job = _Job(services, prompt, generate, body, shape, place, arrived_at)
-            services.engine.stage(generate.request_id, prompt.token_ids)
+            generation = Generation(generate, services.loaded_text().tokenizer, body.stop_strings)
+            job = _Job(services, prompt, generate, generation, body, shape, place, arrived_at)
+            progress = RequestProgress(services.admission, place, generation, arrived_at)
+            services.requests[generate.request_id] = progress
             try:
+                services.engine.stage(generate.request_id, prompt.token_ids)
                 if not body.stream:
                     return await job.whole()
                 headers = {REQUEST_ID_HEADER: generate.request_id}
                 interval_s = services.config.keepalive_interval_s
-                async with event_stream(request, headers, interval_s) as stream:
+                async with event_stream(request, headers, interval_s, progress.sentence) as stream:
                     await job.streamed(stream)
                 return stream.response
             finally:
                 services.engine.forget(generate.request_id)
+                del services.requests[generate.request_id]
     except (asyncio.CancelledError, ConnectionError):
         services.metrics.failed("client_closed")
         _log.info("%s: the client left", generate.request_id)
@@ -196,11 +202,11 @@ def usage_of(num_prompt_tokens: int, outcome: Outcome) -> dict[str, Any]:
 
 
 def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> dict[str, Any]:
-    """The `timings` object that llama-server's clients know, and the waits behind it."""
+    """The `timings` object that llama-server's clients know, the waits behind it, and what was needed."""
     times = outcome.timings
     prompt_ms, predicted_ms = 1e3 * times.prefill_s, 1e3 * times.decode_s
     num_predicted = outcome.num_output_tokens
-    return {
+    timings: dict[str, Any] = {
         "cache_n": 0,
         "prompt_n": num_prompt_tokens,
         "prompt_ms": round(prompt_ms, 3),
@@ -214,6 +220,36 @@ def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> d
         "tokenize_ms": round(1e3 * tokenize_s, 3),
         "ngram_wait_ms": round(1e3 * times.ngram_wait_s, 3),
         "expert_wait_ms": round(1e3 * times.expert_wait_s, 3),
+        "ngram_n": times.ngram_rows,
+        "ngram_hits_n": times.ngram_hits,
+        "major_faults_n": times.major_faults,
+        "disk_bytes_n": sum(reads.num_bytes for reads in times.disk),
+    }
+    routes = shares_of(times.routes)
+    if routes:
+        timings["expert_routes"] = {
+            way: {"n": count, "share": round(share, 6)} for way, (count, share) in routes.items()
+        }
+    if times.disk:
+        timings["disk"] = [_reads_of(reads) for reads in times.disk]
+    staged = outcome.staged
+    if staged is not None and staged.reads.num_reads:
+        timings["staged"] = {
+            "ngram_n": staged.num_rows,
+            "ngram_hits_n": staged.num_hits,
+            "ms": round(1e3 * staged.seconds, 3),
+            "depth": round(staged.depth, 1),
+            **_reads_of(staged.reads),
+        }
+    return timings
+
+
+def _reads_of(reads: FileReads) -> dict[str, Any]:
+    return {
+        "file": reads.file,
+        "reads_n": reads.num_reads,
+        "bytes_n": reads.num_bytes,
+        "wait_ms": round(1e3 * reads.wait_s, 3),
     }
 
 
@@ -224,20 +260,20 @@ class _Job:
     services: Services
     prompt: Prompt
     generate: GenerateRequest
+    generation: Generation
     body: GenerationFields
     shape: Shape
     place: Place
     arrived_at: float
+    timings: dict[str, Any] = field(default_factory=dict, init=False)
 
     async def whole(self) -> web.Response:
         """The answer in one JSON object."""
-        generation = self._generation()
-        async with aclosing(self._text(generation)) as text:
+        async with aclosing(self._text()) as text:
             pieces = [piece async for piece in text]
-        payload = self.shape.whole("".join(pieces), generation.outcome)
-        return web.json_response(
-            payload | self._usage(generation.outcome) | self._timings(generation.outcome)
-        )
+        outcome = self.generation.outcome
+        payload = self.shape.whole("".join(pieces), outcome)
+        return web.json_response(payload | self._usage(outcome) | {"timings": self.timings})
 
     async def streamed(self, stream: EventStream) -> None:
         """The answer as events. What fails from here on is an event too."""
@@ -256,12 +292,11 @@ class _Job:
         opening = self.shape.opening()
         if opening is not None:
             await stream.send(opening | filler)
-        generation = self._generation()
-        async with aclosing(self._text(generation)) as text:
+        async with aclosing(self._text()) as text:
             async for piece in text:
                 await stream.send(self.shape.piece(piece) | filler)
-        outcome = generation.outcome
-        await stream.send(self.shape.closing(outcome) | filler | self._timings(outcome))
+        outcome = self.generation.outcome
+        await stream.send(self.shape.closing(outcome) | filler | {"timings": self.timings})
         if self.body.wants_usage_chunk:
             await stream.send(self.shape.usage() | self._usage(outcome))
 
@@ -275,13 +310,9 @@ class _Job:
                 return
             await engine.while_ready(granted)
 
-    def _generation(self) -> Generation:
-        tokenizer = self.services.loaded_text().tokenizer
-        return Generation(self.generate, tokenizer, self.body.stop_strings)
-
-    async def _text(self, generation: Generation) -> AsyncGenerator[str, None]:
+    async def _text(self) -> AsyncGenerator[str, None]:
         """Runs the generation, in its turn: the pieces of its text. Notes in metrics and log how it ended."""
-        engine, admission = self.services.engine, self.services.admission
+        engine, admission, generation = self.services.engine, self.services.admission, self.generation
         queued_at = time.monotonic()
         await self._turn()
         generation.waited_s = time.monotonic() - queued_at
@@ -291,6 +322,8 @@ class _Job:
                 yield piece
         self.services.metrics.finished(generation, self.arrived_at, self.prompt.tokenize_s)
         outcome = generation.outcome
+        self.timings = timings_of(len(self.prompt.token_ids), outcome, self.prompt.tokenize_s)
+        self.services.last_timings = self.timings
         _log.info(
             "%s: %d prompt tokens, %d generated, %s, %.3f s to the first token, %.3f s in all",
             self.generate.request_id,
@@ -303,6 +336,3 @@ class _Job:
 
     def _usage(self, outcome: Outcome) -> dict[str, Any]:
         return {"usage": usage_of(len(self.prompt.token_ids), outcome)}
-
-    def _timings(self, outcome: Outcome) -> dict[str, Any]:
-        return {"timings": timings_of(len(self.prompt.token_ids), outcome, self.prompt.tokenize_s)}

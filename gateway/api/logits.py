@@ -42,9 +42,12 @@ async def logits(request: web.Request) -> web.StreamResponse:
 
 async def _compute(engine: EngineClient, generate: GenerateRequest, on_last_word: Callable[[], None]) -> None:
     engine.stage(generate.request_id, generate.prompt_token_ids)
-    async with engine.open(generate, on_last_word) as answers:
-        while not isinstance(await answers.next(), RequestFinished):
-            continue
+    try:
+        async with engine.open(generate, on_last_word) as answers:
+            while not isinstance(await answers.next(), RequestFinished):
+                continue
+    finally:
+        engine.forget(generate.request_id)
 
 
 async def _send(path: Path, num_rows: int, request: web.Request) -> web.StreamResponse:

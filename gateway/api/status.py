@@ -1,4 +1,4 @@
-"""GET /health, /livez, /readyz, /version and /metrics: how the stack is doing."""
+"""GET /health, /v1/status, /livez, /readyz, /version and /metrics: how the stack is doing."""
 
 import time
 from importlib.metadata import version
@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.services import SERVICES, Services
-from shared.link import Peer
+from shared.link import Peer, PeerState
 from shared.messages import Heartbeat
 
 
@@ -30,6 +30,29 @@ async def health(request: web.Request) -> web.Response:
             "running": services.admission.num_running,
             "waiting": services.admission.num_waiting,
             "processes": _processes(services),
+        }
+    )
+
+
+async def status(request: web.Request) -> web.Response:
+    """What `health` says in short, in full: every request that is being answered, and all that the processes
+    found out about themselves and their machine."""
+    services = request.app[SERVICES]
+    return web.json_response(
+        {
+            "service": "strata",
+            "status": _status(services),
+            "loaded": services.is_loaded,
+            "model": services.model_name,
+            "max_context": services.engine.max_context or None,
+            "parallel": services.config.parallel,
+            "queue_size": services.config.queue_size,
+            "progress": _progress(services),
+            "requests": [
+                {"id": request_id} | progress.fields() for request_id, progress in services.requests.items()
+            ],
+            "last_timings": services.last_timings,
+            "processes": _processes_in_full(services),
         }
     )
 
@@ -89,6 +112,18 @@ def _processes(services: Services) -> dict[str, Any]:
     }
     for role, peer in services.engine.peers.items():
         described[role] = _describe_peer(peer, now)
+    return described
+
+
+def _processes_in_full(services: Services) -> dict[str, Any]:
+    described = _processes(services)
+    described["gateway"]["gauges"] = services.context.heartbeat().gauges
+    for role, peer in services.engine.peers.items():
+        if peer.heartbeat is not None:
+            described[role]["gauges"] = peer.heartbeat.gauges
+        # One that has yet to load has none; those of its predecessor are not its own.
+        if peer.state is PeerState.READY:
+            described[role]["capabilities"] = dict(peer.capabilities)
     return described
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from shared.cli.progress import ProgressLine
 from shared.config import LOOPBACK_HOSTS
 from shared.errors import ConfigError, StrataError
 
@@ -116,7 +117,8 @@ class Chat:
         del self._messages[max(len(self._opening), len(self._messages) - 2) :]
 
     def say(self, text: str) -> bool:
-        """Sends a message and prints the answer as it comes. False where it failed; then it is forgotten."""
+        """Sends a message and prints the answer as it comes; on a terminal, before that how far it is. False
+        where it failed; then it is forgotten."""
         messages = [*self._messages, {"role": "user", "content": text}]
         pieces: list[str] = []
         try:
@@ -138,22 +140,33 @@ class Chat:
         body = {"messages": messages, "stream": True} | self._options
         with self._open("/v1/chat/completions", body) as response:
             line = ""
+            progress = ProgressLine()
+            # Comments are for people, and only until text has come: a line that is rewritten would damage it.
+            has_room = sys.stderr.isatty()
             try:
                 for raw in response:
                     line = raw.decode("utf-8").strip()
                     if line == "data: [DONE]":
                         return
+                    if has_room and line.startswith(": "):
+                        progress.show(line.removeprefix(": "))
                     if not line.startswith("data: "):
                         continue
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         raise StrataError(event["error"]["message"])
                     for choice in event.get("choices") or ():
-                        yield choice["delta"].get("content") or ""
+                        text = choice["delta"].get("content") or ""
+                        if text:
+                            progress.done()
+                            has_room = False
+                        yield text
             except ValueError:
                 raise StrataError(f"the server sends what is no event of a chat: {line[:100]!r}") from None
             except (OSError, http.client.HTTPException):
                 raise StrataError("the server ended in the middle of its answer") from None
+            finally:
+                progress.done()
         raise StrataError("the server ended in the middle of its answer")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:

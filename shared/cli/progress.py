@@ -17,8 +17,11 @@ class ProgressLine:
         self._shown_at = 0.0
 
     def update(self, activity: str, fraction: float) -> None:
-        """Shows the state; on a file or pipe at most once a second, and only what is new."""
-        text = f"{100 * fraction:3.0f} %  {activity}"
+        """Shows how much is done, and what is being done."""
+        self.show(f"{100 * fraction:3.0f} %  {activity}")
+
+    def show(self, text: str) -> None:
+        """Shows a state; on a file or pipe at most once a second, and only what is new."""
         if text == self._shown:
             return
         if self._is_terminal:

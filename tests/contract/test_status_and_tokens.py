@@ -34,6 +34,17 @@ def test_health_tells_of_every_process(stack: Stack) -> None:
     assert len({process["pid"] for process in health["processes"].values()}) == 4
 
 
+def test_status_tells_more_of_every_process(stack: Stack) -> None:
+    status = stack.request("GET", "/v1/status").json
+    assert (status["status"], status["loaded"], status["model"]) == ("ok", True, "strata-demo")
+    assert status["requests"] == []
+    assert set(status["processes"]) == set(ROLES)
+    for role, process in status["processes"].items():
+        assert process["gauges"]["cpu_seconds"] > 0
+        assert ("capabilities" in process) == (role in WORKERS)
+    assert status["processes"]["gpu_worker"]["capabilities"]["max_context"] == 600
+
+
 def test_probes(stack: Stack) -> None:
     assert stack.request("GET", "/livez").json == {"status": "ok"}
     assert stack.request("GET", "/readyz").json == {"status": "ok"}

@@ -15,10 +15,11 @@ COMPLETIONS = "/v1/completions"
 
 
 def payloads(body: bytes) -> list[str]:
-    """The data of every event of a stream; fails for anything else in it."""
+    """The data of every event of a stream; fails for anything else in it but comments."""
     text = body.decode("utf-8")
     assert text.endswith("\n\n")
-    blocks = text.removesuffix("\n\n").split("\n\n")
+    # On a busy machine an answer may take long enough for one.
+    blocks = [block for block in text.removesuffix("\n\n").split("\n\n") if not block.startswith(": ")]
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks), text
     return [block.removeprefix("data: ") for block in blocks]
 

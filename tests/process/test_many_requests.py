@@ -121,7 +121,7 @@ async def test_who_waits_is_kept_alive_and_served_in_turn(
         await asyncio.to_thread(endless_stack.wait_counters, 2, 1)
         second = await open_streams.enter_async_context(session.post(url, json=streaming_body(max_tokens=3)))
         await asyncio.to_thread(endless_stack.wait_counters, 2, 2)
-        assert await first.content.readline() == b": still working\n"
+        assert await first.content.readline() == b": 0 requests ahead, 2 running\n"
         for response in running:
             response.close()
         for response in (first, second):

@@ -12,6 +12,7 @@ from shared.errors import ProtocolError
 from shared.messages import (
     AbortRequest,
     Farewell,
+    FileReads,
     ForgetPrompt,
     GenerateRequest,
     Heartbeat,
@@ -19,11 +20,13 @@ from shared.messages import (
     Init,
     Message,
     PrefillProgress,
+    PromptStaged,
     Ready,
     Refusal,
     RequestFailed,
     RequestFinished,
     RequestTimings,
+    RouteCounts,
     Sampling,
     StagePrompt,
     TokenChunk,
@@ -37,6 +40,7 @@ numbers = st.floats(allow_nan=False)
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
 sampling = st.builds(Sampling, temperature=numbers, top_k=counts, top_p=numbers, min_p=numbers, seed=counts)
+file_reads = st.builds(FileReads, file=any_text, num_reads=counts, num_bytes=counts, wait_s=numbers)
 timings = st.builds(
     RequestTimings,
     queue_s=numbers,
@@ -44,6 +48,11 @@ timings = st.builds(
     decode_s=numbers,
     ngram_wait_s=numbers,
     expert_wait_s=numbers,
+    ngram_rows=counts,
+    ngram_hits=counts,
+    routes=st.builds(RouteCounts, device=counts, ram=counts, disk=counts, skipped=counts),
+    disk=st.lists(file_reads, max_size=3),
+    major_faults=counts,
 )
 farewells = st.builds(Farewell, reason=any_text)
 from_connecting: st.SearchStrategy[Message] = st.one_of(
@@ -66,6 +75,15 @@ from_connecting: st.SearchStrategy[Message] = st.one_of(
     farewells,
     st.builds(TokenChunk, request_id=any_text, token_ids=token_ids),
     st.builds(PrefillProgress, request_id=any_text, num_prefilled=counts, num_prompt_tokens=counts),
+    st.builds(
+        PromptStaged,
+        request_id=any_text,
+        num_rows=counts,
+        num_hits=counts,
+        reads=file_reads,
+        seconds=numbers,
+        depth=numbers,
+    ),
     st.builds(
         RequestFinished,
         request_id=any_text,

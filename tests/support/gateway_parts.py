@@ -21,10 +21,12 @@ from shared.gguf.model import GGUFModel
 from shared.link import Identity, PeerState
 from shared.messages import (
     AbortRequest,
+    FileReads,
     FromConnecting,
     GenerateRequest,
     Heartbeat,
     Message,
+    PromptStaged,
     RequestFailed,
     RequestFinished,
     RequestTimings,
@@ -49,13 +51,23 @@ def heartbeat(state: str = "ready", activity: str = "serving") -> Heartbeat:
     return Heartbeat(state=state, activity=activity, progress=1.0, gauges={})
 
 
-def finished(request_id: str, reason: str = "length", num_output_tokens: int = 1) -> RequestFinished:
+def reads(file: str, num_reads: int, num_bytes: int, wait_s: float = 0.0) -> FileReads:
+    return FileReads(file=file, num_reads=num_reads, num_bytes=num_bytes, wait_s=wait_s)
+
+
+def staged(request_id: str, what: FileReads) -> PromptStaged:
+    return PromptStaged(request_id=request_id, num_rows=50, num_hits=10, reads=what, seconds=0.25, depth=31.5)
+
+
+def finished(
+    request_id: str, reason: str = "length", num_output_tokens: int = 1, timings: RequestTimings = TIMINGS
+) -> RequestFinished:
     return RequestFinished(
         request_id=request_id,
         finish_reason=reason,
         num_prompt_tokens=1,
         num_output_tokens=num_output_tokens,
-        timings=TIMINGS,
+        timings=timings,
     )
 
 
@@ -97,11 +109,16 @@ class InProcess:
         """The gpu_worker says something."""
         self.engine.message(self.engine.peers[Role.GPU_WORKER], message)
 
-    def answer(self, request: GenerateRequest, text: str, reason: str = "length") -> None:
+    def stager_says(self, message: FromConnecting) -> None:
+        self.engine.message(self.engine.peers[Role.STAGER], message)
+
+    def answer(
+        self, request: GenerateRequest, text: str, reason: str = "length", timings: RequestTimings = TIMINGS
+    ) -> None:
         """The gpu_worker writes this text, a token for each byte, and is done."""
         for byte in text.encode():
             self.say(TokenChunk(request_id=request.request_id, token_ids=[byte]))
-        self.say(finished(request.request_id, reason, len(text.encode())))
+        self.say(finished(request.request_id, reason, len(text.encode()), timings))
 
     def lose_gpu_worker(self, reason: str = "its process died") -> None:
         peer = self.engine.peers[Role.GPU_WORKER]

@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import re
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from gateway.api import answering
 from shared.errors import WorkerFailedError
-from shared.messages import TokenChunk
+from shared.link import PeerState
+from shared.messages import Heartbeat, PrefillProgress, RouteCounts, TokenChunk
 from shared.run_directory import Role
-from tests.support.gateway_parts import InProcess, failed, gateway
+from tests.support.gateway_parts import TIMINGS, InProcess, failed, finished, gateway, reads, staged
 
 ASK = {"prompt": "a", "max_tokens": 5}
 
@@ -157,6 +161,70 @@ async def test_defaults_come_from_the_settings_and_limits_from_the_context() -> 
         await asking
 
 
+async def comments_of(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    """Every comment that says something new, without its colon; events are passed over."""
+    last = ""
+    async for raw in response.content:
+        line = raw.decode().rstrip("\n")
+        if line.startswith(": ") and line != last:
+            last = line
+            yield line.removeprefix(": ")
+
+
+async def test_a_stream_says_how_far_it_is_at_every_stage() -> None:
+    """In the queue, while its prompt is read, and in the pauses of its answer."""
+    body = ASK | {"stream": True, "prompt": "abcdefgh"}
+    async with gateway(parallel=1, keepalive_interval_s=0.1) as running, asyncio.timeout(20):
+        first = asyncio.ensure_future(ask(running, ASK))
+        blocker = await running.workers.requests.get()
+        between = asyncio.ensure_future(ask(running, body))
+        await waiting(running, 1)
+        response = await ask(running, body)
+        comments = comments_of(response)
+        assert await anext(comments) == "1 request ahead, 1 running"
+        await (await between).release()
+        (await between).close()
+        assert await anext(comments) == "0 requests ahead, 1 running"
+        running.answer(blocker, "x")
+        await first
+        request = await running.workers.requests.get()
+        assert await anext(comments) == "prompt 0/8 tokens read"
+
+        def read(num_read: int) -> None:
+            progress = PrefillProgress(
+                request_id=request.request_id, num_prefilled=num_read, num_prompt_tokens=8
+            )
+            running.say(progress)
+
+        read(2)
+        assert await anext(comments) == "prompt 2/8 tokens read"
+        read(4)
+        assert re.fullmatch("prompt 4/8 tokens read, [0-9]+ s to go", await anext(comments))
+        running.say(TokenChunk(request_id=request.request_id, token_ids=[ord("a")]))
+        async for comment in comments:
+            if comment == "1 token generated":
+                break
+            assert comment.startswith("prompt 4/8")
+        running.say(finished(request.request_id))
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_says_that_it_waits_for_the_workers() -> None:
+    async with gateway(parallel=1, keepalive_interval_s=0.1) as running, asyncio.timeout(20):
+        asking = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        async with running.services.admission.enter():
+            response = await asking
+            await waiting(running, 1)
+            running.lose_gpu_worker()
+        comments = comments_of(response)
+        async for comment in comments:
+            if comment == "waiting for the workers to be ready":
+                break
+        running.find_gpu_worker()
+        running.answer(await running.workers.requests.get(), "x")
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
 async def test_without_a_seed_every_request_draws_its_own() -> None:
     async with gateway() as running:
         seeds = set()
@@ -176,6 +244,69 @@ async def test_the_stager_hears_of_a_prompt_before_the_gpu_worker_and_is_told_to
         await asking
         kinds = [type(message).__name__ for _, message in running.workers.posted]
         assert kinds == ["StagePrompt", "GenerateRequest", "ForgetPrompt"]
+
+
+NEEDED = msgspec.structs.replace(
+    TIMINGS,
+    ngram_rows=120,
+    ngram_hits=117,
+    routes=RouteCounts(ram=300, disk=100),
+    disk=[reads("part-2", 3, 12288, 0.015), reads("part-1", 1, 4096, 0.001)],
+    major_faults=2,
+)
+
+
+async def test_timings_say_what_was_needed_and_where_it_came_from() -> None:
+    """Reads ahead of time and those of steps together by file, the former once more by themselves."""
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK))
+        request = await running.workers.requests.get()
+        running.stager_says(staged(request.request_id, reads("part-2", 40, 163840)))
+        running.answer(request, "x", timings=NEEDED)
+        timings = (await (await asking).json())["timings"]
+    assert (timings["ngram_n"], timings["ngram_hits_n"], timings["major_faults_n"]) == (120, 117, 2)
+    assert timings["expert_routes"] == {"ram": {"n": 300, "share": 0.75}, "disk": {"n": 100, "share": 0.25}}
+    assert timings["disk"] == [
+        {"file": "part-1", "reads_n": 1, "bytes_n": 4096, "wait_ms": 1},
+        {"file": "part-2", "reads_n": 43, "bytes_n": 176128, "wait_ms": 15},
+    ]
+    assert timings["disk_bytes_n"] == 4096 + 176128
+    assert timings["staged"] == {
+        "ngram_n": 50,
+        "ngram_hits_n": 10,
+        "ms": 250,
+        "depth": 31.5,
+        "file": "part-2",
+        "reads_n": 40,
+        "bytes_n": 163840,
+        "wait_ms": 0,
+    }
+    assert (timings["prompt_n"], timings["predicted_n"], timings["prompt_ms"]) == (1, 1, 200)
+
+
+async def test_timings_are_short_where_nothing_was_read() -> None:
+    """As on a warm repeat; also where the stager says that it found everything."""
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK | {"stream": True}))
+        request = await running.workers.requests.get()
+        running.stager_says(staged(request.request_id, reads("part-2", 0, 0)))
+        running.answer(request, "x")
+        *_, end, _ = await events_of(await asking)
+    timings = end["timings"]
+    assert (timings["ngram_n"], timings["ngram_hits_n"], timings["major_faults_n"]) == (0, 0, 0)
+    assert timings["disk_bytes_n"] == 0
+    assert not {"disk", "staged", "expert_routes"} & timings.keys()
+
+
+async def test_what_the_stager_says_too_late_is_not_in_the_answer() -> None:
+    async with gateway() as running:
+        asking = asyncio.ensure_future(ask(running, ASK))
+        request = await running.workers.requests.get()
+        running.answer(request, "x")
+        timings = (await (await asking).json())["timings"]
+        running.stager_says(staged(request.request_id, reads("part-2", 40, 163840)))
+        assert timings["disk_bytes_n"] == 0
+        assert running.engine.staged(request.request_id) is None
 
 
 async def test_a_chat_needs_a_template() -> None:
@@ -206,6 +337,60 @@ async def test_health_says_recovering_whoever_was_lost() -> None:
         running.engine.peer_lost(stager, "its process died")
         health = await (await running.client.get("/health")).json()
         assert (health["status"], health["loaded"]) == ("recovering", False)
+
+
+async def status_of(running: InProcess) -> Any:
+    response = await running.client.get("/v1/status")
+    assert response.status == 200
+    return await response.json()
+
+
+async def test_status_shows_what_workers_found_out_and_how_they_do() -> None:
+    """But not what the predecessor of one that still loads had found out."""
+    found = {"ple_io": "direct", "ple_probe_direct_64": 37000.5, "ple_cache_mib": 512}
+    beat = Heartbeat(state="ready", activity="serving", progress=1, gauges={"row_cache_hit_rate": 0.75})
+    async with gateway() as running:
+        stager = running.engine.peers[Role.STAGER]
+        assert (await status_of(running))["processes"]["stager"] == {"state": "absent", "losses": 0}
+        stager.state, stager.capabilities, stager.heartbeat = PeerState.READY, found, beat
+        described = (await status_of(running))["processes"]["stager"]
+        assert described["capabilities"] == found
+        assert described["gauges"] == {"row_cache_hit_rate": 0.75}
+        stager.state = PeerState.GREETED
+        assert "capabilities" not in (await status_of(running))["processes"]["stager"]
+        whole = await status_of(running)
+        assert whole["processes"]["gpu_worker"]["capabilities"]["device"] == "cpu"
+        assert whole["processes"]["gateway"]["gauges"]["cpu_seconds"] > 0
+        assert (whole["status"], whole["loaded"], whole["model"]) == ("ok", True, "tiny")
+
+
+async def test_status_follows_every_request_to_its_end() -> None:
+    async with gateway(parallel=1) as running:
+
+        async def requests() -> list[Any]:
+            found = (await status_of(running))["requests"]
+            for request in found:
+                assert request.pop("age_s") >= 0
+            return [tuple(request.values()) for request in found]
+
+        asking = asyncio.ensure_future(ask(running, ASK | {"prompt": "abcdefgh"}))
+        request = await running.workers.requests.get()
+        request_id = request.request_id
+        waiter = asyncio.ensure_future(ask(running, ASK))
+        await waiting(running, 1)
+        first, second = await requests()
+        assert first == (request_id, "reading", 0, 8, 0, None, 0)
+        assert second[1:] == ("waiting", 0, 1, 0, None, 0)
+        running.say(PrefillProgress(request_id=request_id, num_prefilled=6, num_prompt_tokens=8))
+        running.say(TokenChunk(request_id=request_id, token_ids=[ord("a")]))
+        first, _ = await requests()
+        assert first == (request_id, "generating", 0, 8, 8, None, 1)
+        running.say(finished(request_id))
+        answer = await (await asking).json()
+        assert (await status_of(running))["last_timings"] == answer["timings"]
+        waiter.cancel()
+        while await requests():
+            pass
 
 
 async def test_at_the_end_of_a_drain_who_waits_is_told() -> None:

@@ -1,6 +1,8 @@
 """`strata chat` against scripted servers: what it sends, prints, and survives."""
 
+import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +87,34 @@ def test_a_conversation_grows_by_question_and_answer(capsys: pytest.CaptureFixtu
         "temperature": 0.5,
     }
     assert [message["content"] for message in script.asked[1]["messages"]] == ["s", "hi", "Héllo", "and?"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_the_wait_says_how_long_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until text comes, which nothing may overwrite then; the next answer has its own wait."""
+    opening = stream(end="").replace(b"a comment", b"1 request ahead")
+    with scripted(Script(opening + stream("Hé", "llo"), opening + stream("x", end="CUT"))) as script:
+        talk = chat(script)
+        monkeypatch.setattr("sys.stderr", Terminal())
+        talk.say("hi")
+        shown = ["1 request ahead\x1b[K", "a comment\x1b[K", "\x1b[K"]
+        assert sys.stderr.getvalue().split("\r")[1:] == shown
+        monkeypatch.setattr("sys.stderr", Terminal())
+        talk.say("hi")
+        assert sys.stderr.getvalue().split("\r")[1:-1] == shown[:-1]
+    assert capsys.readouterr().out == "Héllo\nx\n"
+
+
+def test_elsewhere_comments_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted(Script(stream("x"))) as script:
+        chat(script).say("hi")
+    assert capsys.readouterr().err == ""
 
 
 def test_undo_and_new(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from gateway.attribution import Purpose
 from gateway.engine_client import EngineStream
 from shared.errors import GenerationError, ModelLoadingError, WorkerFailedError
 from shared.link import PeerState
@@ -13,14 +14,16 @@ from shared.messages import (
     GenerateRequest,
     PrefillProgress,
     RequestFinished,
+    RequestTimings,
     Sampling,
     StagePrompt,
     TokenChunk,
 )
 from shared.run_directory import Role
-from tests.support.gateway_parts import InProcess, failed, finished, gateway, heartbeat
+from tests.support.gateway_parts import InProcess, failed, finished, gateway, heartbeat, reads, staged
 
 GREEDY = Sampling(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
+NO_TIMES = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ngram_wait_s", "expert_wait_s"), 0.0)
 
 
 def request(request_id: str) -> GenerateRequest:
@@ -209,3 +212,47 @@ async def test_the_stager_is_told_of_prompts() -> None:
             (Role.STAGER, StagePrompt(request_id="a", prompt_token_ids=[1, 2])),
             (Role.STAGER, ForgetPrompt(request_id="a")),
         ]
+
+
+async def test_what_the_stager_read_goes_to_the_request_it_was_for() -> None:
+    """It comes before, while or after the gpu_worker is asked."""
+    async with gateway() as running:
+        engine = running.engine
+        for request_id in "ab":
+            engine.stage(request_id, (1, 2))
+        early, late = staged("a", reads("file", 1, 100)), staged("b", reads("file", 2, 200))
+        running.stager_says(early)
+        async with opened(running, "a") as a, opened(running, "b") as b:
+            running.stager_says(late)
+            assert (a.staged, b.staged) == (early, late)
+        async with opened(running, "never staged") as other:
+            assert other.staged is None
+
+
+async def test_what_was_read_counts_once_also_for_requests_that_are_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is kept of a request after its end, whatever still comes."""
+    async with gateway() as running:
+        engine = running.engine
+        engine.stage("a", (1, 2))
+        for _ in range(2):
+            running.stager_says(staged("a", reads("file", 1, 100)))
+        assert "twice" in caplog.text
+        engine.forget("a")
+        engine.stage("b", (1, 2))
+        engine.forget("b")
+        for unknown in ("b", "never"):
+            running.stager_says(staged(unknown, reads("file", 2, 200)))
+            assert engine.staged(unknown) is None
+        assert engine.totals.reads == {(Purpose.STAGING, "file"): reads("file", 5, 500)}
+        assert engine._staged == {}
+
+
+async def test_what_an_aborted_request_needed_counts() -> None:
+    """Its last word comes when nobody waits for it any more."""
+    async with gateway() as running:
+        async with opened(running, "a"):
+            pass
+        running.say(finished("a", "abort", timings=RequestTimings(**NO_TIMES, ngram_rows=7)))
+        assert running.engine.totals.num_ngram_rows == 7

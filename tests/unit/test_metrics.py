@@ -1,16 +1,20 @@
 """What is measured: names, units, counts, and the gauges of processes that come and go."""
 
+import asyncio
 import math
+import re
+from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import metrics as module
 from gateway.metrics import Metrics
 from shared.link import PeerState
-from shared.messages import Heartbeat
+from shared.messages import Heartbeat, RouteCounts
 from shared.run_directory import Role
-from tests.support.gateway_parts import InProcess, gateway
+from tests.support.gateway_parts import TIMINGS, InProcess, finished, gateway, reads, staged
 
 
 def samples(running: InProcess) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -77,6 +81,68 @@ def test_failures_are_counted_by_code() -> None:
     value = metrics.registry.get_sample_value
     assert value("strata_request_failure_total", {"model_name": "m", "code": "a"}) == 2
     assert value("strata_request_ignored_fields_total", {"model_name": "m"}) == 3
+
+
+async def test_what_requests_needed_adds_up_by_file_purpose_and_way() -> None:
+    timings = msgspec.structs.replace(
+        TIMINGS,
+        ngram_rows=120,
+        ngram_hits=117,
+        routes=RouteCounts(device=100, ram=300),
+        disk=[reads("part-1", 1, 4096, 0.25)],
+        major_faults=2,
+    )
+    async with gateway() as running:
+        assert gauge(running, "strata_expert_routes_total", model_name="tiny", way="disk") == 0
+        for _ in range(2):
+            running.say(finished("a", timings=timings))
+        running.stager_says(staged("a", reads("part-1", 40, 163840)))
+
+        def value(name: str, **labels: str) -> float | None:
+            return gauge(running, name, model_name="tiny", **labels)
+
+        step = {"file": "part-1", "purpose": "step"}
+        assert value("strata_disk_reads_total", **step) == 2
+        assert value("strata_disk_read_bytes_total", **step) == 8192
+        assert value("strata_disk_wait_seconds_total", **step) == 0.5
+        staging = {"file": "part-1", "purpose": "staging"}
+        assert value("strata_disk_reads_total", **staging) == 40
+        assert value("strata_disk_read_bytes_total", **staging) == 163840
+        assert value("strata_ngram_rows_total") == 240
+        assert value("strata_ngram_row_hits_total") == 234
+        assert value("strata_request_major_faults_total") == 4
+        for way, count in (("device", 200), ("ram", 600), ("disk", 0), ("skipped", 0)):
+            assert value("strata_expert_routes_total", way=way) == count
+
+
+async def test_stages_have_the_waits_for_the_disk() -> None:
+    """That of the steps; how long staging took is a stage of its own, since nobody waits for it."""
+    timings = msgspec.structs.replace(TIMINGS, disk=[reads("a", 1, 1, 0.25), reads("b", 1, 1, 0.5)])
+    async with gateway() as running:
+        for is_staged in (True, False):
+            asking = asyncio.ensure_future(running.client.post("/v1/completions", json={"prompt": "a"}))
+            request = await running.workers.requests.get()
+            if is_staged:
+                running.stager_says(staged(request.request_id, reads("a", 1, 1, 9)))
+            running.answer(request, "x", timings=timings)
+            assert (await asking).status == 200
+
+        def stage(name: str) -> tuple[float | None, float | None]:
+            labels = {"model_name": "tiny", "stage": name}
+            family = "strata_stage_seconds"
+            return gauge(running, f"{family}_count", **labels), gauge(running, f"{family}_sum", **labels)
+
+        assert stage("disk_wait") == (2, 1.5)
+        assert stage("staging") == (1, 0.25)
+
+
+async def test_the_page_about_the_disk_names_metrics_that_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "disk.md").read_text(encoding="utf-8")
+    named = {name.removesuffix("_bucket") for name in re.findall("strata_[a-z_]+", page)}
+    assert len(named) > 5
+    async with gateway() as running:
+        body, _ = running.services.metrics.exposition()
+    assert named <= set(re.findall("# TYPE ([a-z_]+) ", body.decode()))
 
 
 async def test_every_name_says_its_unit_and_is_ours() -> None:
