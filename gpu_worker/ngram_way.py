@@ -48,6 +48,7 @@ class StagedFeatures:
         self._num_tokens = 0
         # Seconds spent waiting since the start; the caller takes differences.
         self.waited_s = 0.0
+        self._waited_before = 0.0
 
     def submit(self, windows: NDArray[np.int32]) -> None:
         """Asks for the features of windows [tokens, ngram_size], as `shared.work_slots` describes them."""
@@ -55,6 +56,7 @@ class StagedFeatures:
         self._num_tokens = len(windows)
         slot["header"][NgramHeader.NUM_TOKENS] = self._num_tokens
         slot["windows"][: len(windows)] = windows
+        self._waited_before = self.waited_s
         self.ticket = self._ring.submit()
 
     def reads(self, start: int, stop: int) -> "RowReads":
@@ -71,9 +73,9 @@ class StagedFeatures:
         )
 
     @property
-    def disk_wait_s(self) -> float:
-        """The part of its work on the last step in which the stager waited for the disk."""
-        return float(self._ring.slot(self.ticket)["header"][NgramHeader.DISK_WAIT_NS]) * 1e-9
+    def step_wait_s(self) -> float:
+        """Seconds that the last step has waited."""
+        return self.waited_s - self._waited_before
 
     def failure(self) -> GenerationError:
         """What `collect` would raise, where the wait for the ticket has ended without a result."""

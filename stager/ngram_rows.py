@@ -16,6 +16,8 @@ needs the row reads it again.
 import errno
 import functools
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,7 @@ from shared.native.memory import (
     ids_at,
     integers_at,
     load_shared,
+    nap,
     store,
     store_shared,
 )
@@ -48,6 +51,7 @@ from stager.row_cache import (
     announce,
     await_arrival,
     generation,
+    is_pending,
     lock,
     look_up,
     next_tick,
@@ -102,6 +106,8 @@ _PLACE_MASK = (1 << _PLACE_BITS) - 1
 # The cache is not kept locked for longer than so many look-ups take.
 _ROWS_PER_LOCK = 128
 _LONGEST_WAIT_NS = 20_000_000
+# More pending rows than this are waited for with naps, of as long as a fast disk takes for them.
+_FEW_ROWS, _NS_PER_ROW, _LONGEST_NAP_NS = 64, 2_000, 5_000_000
 _DECODED_AT_ONCE = 1024
 
 
@@ -183,6 +189,9 @@ def _plan_reads(work_address: int, num_missing: int) -> int:
 
 def _row_arrived(params: int, read_address: int, data: int, scratch: int) -> None:
     """Params WORK: takes the rows of a READ to the batch and into the cache."""
+    if read_address == 0:
+        announce(_work_at(params).cache)
+        return
     work, read = _work_at(params), _read_at(read_address)
     missing, firsts, places = integers_at(work.missing), integers_at(work.firsts), integers_at(work.places)
     number = (read_address - work.reads) // READ_BYTES
@@ -207,7 +216,6 @@ def _row_arrived(params: int, read_address: int, data: int, scratch: int) -> Non
     token = (missing[firsts[number]] & _PLACE_MASK) // work.num_heads
     ids_at(work.token_reads)[token] += 1
     ids_at(work.token_bytes)[token] += read.num_bytes
-    announce(work.cache)
 
 
 @jitable
@@ -229,10 +237,35 @@ def _give_up(work_address: int, num_pending: int) -> None:
 
 
 @jitable
+def _await_last(work_address: int, num_pending: int) -> None:
+    """Waits until the last of the pending rows, in the order in which they are read, is not read any more:
+    most others are there then."""
+    work = _work_at(work_address)
+    rows, pending = integers_at(work.rows), integers_at(work.pending)
+    last = -1
+    for number in range(num_pending):
+        last = max(last, rows[pending[number]])
+    while load_shared(work.interrupt) == 0:
+        seen = generation(work.cache)
+        lock(work.cache)
+        is_read = is_pending(work.cache, last)
+        unlock(work.cache)
+        if not is_read:
+            return
+        if num_pending > _FEW_ROWS:
+            # To be woken by every arrival would cost more than being late by a little.
+            nap(min(num_pending * _NS_PER_ROW, _LONGEST_NAP_NS))
+        else:
+            await_arrival(work.cache, seen, _LONGEST_WAIT_NS)
+        # What others bring is progress too.
+        if generation(work.cache) != seen:
+            store_shared(work.status + PROGRESS, load_shared(work.status + PROGRESS) + 1)
+
+
+@jitable
 def _bring(work_address: int, num_rows: int) -> None:
     """Brings the batch's rows into the cache, and to `encoded` where they are wanted there."""
     work = _work_at(work_address)
-    seen = generation(work.cache)
     num_missing, num_pending = _look_up_all(work_address, num_rows, False)
     if num_missing == 0 and num_pending == 0:
         return
@@ -245,10 +278,9 @@ def _bring(work_address: int, num_rows: int) -> None:
         if num_missing == 0 and load_shared(work.interrupt) != 0:
             _give_up(work_address, num_pending)
             break
-        # What others bring is progress too; what they bring in vain, or has been evicted, is read here.
-        if num_missing == 0 and await_arrival(work.cache, seen, _LONGEST_WAIT_NS):
-            store_shared(work.status + PROGRESS, load_shared(work.status + PROGRESS) + 1)
-        seen = generation(work.cache)
+        if num_missing == 0:
+            _await_last(work_address, num_pending)
+        # What others have read in vain, or what was evicted meanwhile, is read here.
         num_missing, num_pending = _look_up_all(work_address, num_pending, True)
     work.wait_ns += clock_ns() - started
 
@@ -428,6 +460,14 @@ class RowReader:
     def close(self) -> None:
         """Lets the queue go."""
         self.queue.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _check(self, windows: NDArray[np.int32]) -> None:
         if len(windows) > self.max_tokens or windows.shape[1:] != (self._hash.ngram_size,):

@@ -141,12 +141,14 @@ class NgramTable:
             return Way.MEMORY
         report("probing the disk", 0.5)
         rng = np.random.default_rng()
-        for way, descriptor in sorted(self._descriptors.items()):
+        for way, descriptor in self._descriptors.items():
             try:
                 self.rates[way] = probe_file(descriptor, self.info, self.depth, self.faults, rng)
             except OSError as error:
                 if way is Way.CACHED:
-                    raise ModelFileError(f"{self.path}: cannot be read: {error.strerror}") from None
+                    raise ModelFileError(
+                        f"{self.path}: the n-gram table cannot be read: {error.strerror}"
+                    ) from None
                 _log.warning("%s: no direct I/O: %s", self.path, error.strerror)
         if options.io == Way.DIRECT and Way.DIRECT not in self.rates:
             raise ResourceError(

@@ -61,11 +61,10 @@ def _cold_pages(
 
 def _is_cached(descriptor: int, offset: int, byte: bytearray) -> bool:
     try:
-        os.preadv(descriptor, [byte], offset, os.RWF_NOWAIT)
+        return os.preadv(descriptor, [byte], offset, os.RWF_NOWAIT) > 0
     except OSError:
         # It would have to wait; or that cannot be told, of direct I/O and of file systems without the flag.
         return False
-    return True
 
 
 def _rate(descriptor: int, offsets: NDArray[np.int64], depth: int, faults: Faults) -> float:

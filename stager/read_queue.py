@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import ModelFileError
-from shared.native.memory import call_task, clock_ns, integers_at, load_shared, store_shared, system_call
+from shared.native.memory import call_task, clock_ns, integers_at, load_shared, nap, store_shared
 from shared.native.records import Record, fields, reader, record
 from shared.native.ring import OUTSTANDING, PROGRESS
 from shared.native.task import address_of
@@ -93,7 +93,6 @@ READ_BYTES, _SLOT_BYTES = READ.itemsize, _SLOT.itemsize
 _LONGEST_WAIT_S = 0.05
 # Of the reads in flight, those that are waited for at once: a call for each would cost more than the read.
 _SHARE_AWAITED = 8
-_NANOSLEEP = 35
 _MAX_NAP_NS = 1_000_000
 _EIO, _ENODATA, _ECANCELED, _EINTR, _EAGAIN = (
     -number for number in (errno.EIO, errno.ENODATA, errno.ECANCELED, errno.EINTR, errno.EAGAIN)
@@ -214,9 +213,7 @@ def _nap(queue_address: int) -> None:
         slot = _slot_at(queue.slots + number * _SLOT_BYTES)
         if slot.is_held != 0:
             due = min(due, slot.due_ns)
-    time = integers_at(queue.completion)
-    time[0], time[1] = 0, max(0, due - now)
-    system_call(_NANOSLEEP, queue.completion, 0, 0, 0, 0, 0)
+    nap(max(0, due - now))
 
 
 @jitable
@@ -251,7 +248,8 @@ def _collect(queue_address: int, on_read: int, params: int) -> int:
 @jitable
 def run_reads(queue_address: int, reads: int, num_reads: int, on_read: int, params: int) -> None:
     """Native: does all of these READs, which lie one after the other. `on_read` is called with `params`, the
-    address of a READ that has ended, and that of its bytes; always once for each.
+    address of a READ that has ended, and that of its bytes, once for each; and with two zeros whenever some
+    have ended, for what needs no doing after every single one.
 
     When `interrupt` is set, those that were not started end with ECANCELED; those in flight are waited for.
     """
@@ -278,6 +276,7 @@ def run_reads(queue_address: int, reads: int, num_reads: int, on_read: int, para
         store_shared(queue.status + OUTSTANDING, num_reads - num_ended)
         if num_ended < num_reads:
             num_ended += _collect(queue_address, on_read, params)
+        call_task(on_read, params, 0, 0, 0)
     store_shared(queue.status + OUTSTANDING, 0)
 
 

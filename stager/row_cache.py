@@ -120,6 +120,14 @@ def next_tick(cache_address: int) -> None:
 
 
 @jitable
+def _first_place(cache_address: int, row: int) -> int:
+    """Of a row's set."""
+    hashed = ((row * _MULTIPLIER) >> _HASH_SHIFT) & _HASH_MASK
+    first: int = hashed % _cache_at(cache_address).num_sets * NUM_WAYS
+    return first
+
+
+@jitable
 def look_up(cache_address: int, row: int) -> tuple[int, int]:
     """Native, under the lock: what there is of a row (PRESENT, PENDING, CLAIMED or ABSENT), and its place.
 
@@ -128,8 +136,7 @@ def look_up(cache_address: int, row: int) -> tuple[int, int]:
     """
     cache = _cache_at(cache_address)
     keys, stamps = integers_at(cache.keys), words_at(cache.stamps)
-    hashed = ((row * _MULTIPLIER) >> _HASH_SHIFT) & _HASH_MASK
-    first = hashed % cache.num_sets * NUM_WAYS
+    first = _first_place(cache_address, row)
     victim, oldest = -1, _LAST_TICK + 1
     for place in range(first, first + NUM_WAYS):
         if keys[place] == row + 1:
@@ -147,6 +154,18 @@ def look_up(cache_address: int, row: int) -> tuple[int, int]:
     keys[victim] = row + 1
     stamps[victim] = _BEING_READ
     return CLAIMED, victim
+
+
+@jitable
+def is_pending(cache_address: int, row: int) -> bool:
+    """Native, under the lock: whether someone is reading a row; its use is not noted."""
+    cache = _cache_at(cache_address)
+    keys, stamps = integers_at(cache.keys), words_at(cache.stamps)
+    first = _first_place(cache_address, row)
+    for place in range(first, first + NUM_WAYS):
+        if keys[place] == row + 1:
+            return bool(stamps[place] == _BEING_READ)
+    return False
 
 
 @jitable

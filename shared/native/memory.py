@@ -39,7 +39,9 @@ binding.initialize_native_asmparser()
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
-_FUTEX = 202  # number of the system call on x86-64, the one architecture the package starts on
+# Numbers of system calls on x86-64, the one architecture the package starts on.
+_NANOSLEEP = 35
+_FUTEX = 202
 # A team's words are private to the process, which spares the kernel the look at whose memory they are in. A
 # ring's are not.
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
@@ -178,6 +180,18 @@ def _kernel_call(typing_context: Any, number: Any, a: Any, b: Any, c: Any, d: An
     return types.int64(*7 * (types.int64,)), generate
 
 
+def _nap(typing_context: Any, duration_ns: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        time = cgutils.alloca_once(builder, _INT64, 2)  # seconds, nanoseconds
+        second = ir.Constant(_INT64, _NS_PER_S)
+        builder.store(builder.sdiv(args[0], second), time)
+        builder.store(builder.srem(args[0], second), builder.gep(time, [ir.Constant(_INT32, 1)]))
+        _system_call(builder, [_NANOSLEEP, builder.ptrtoint(time, _INT64)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 def _futex_wait(typing_context: Any, address: Any, expected: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _system_call(builder, [_FUTEX, args[0], _FUTEX_WAIT_PRIVATE, args[1]])
@@ -279,6 +293,9 @@ share; returns after `timeout_ns` at the latest, which is not negative."""
 futex_wake_shared = cast("Callable[[int, int], None]", native(_futex_wake_shared))
 """`futex_wake_shared(address, num_threads)`: wakes at most so many that wait there, in whatever process, with
 `futex_wait_shared` or `shared.futex`."""
+
+nap = cast("Callable[[int], None]", native(_nap))
+"""`nap(duration_ns)`: sleeps for so long, which is not negative, or until a signal comes."""
 
 clock_ns = cast("Callable[[], int]", native(_clock_ns))
 """Nanoseconds of the monotonic clock; takes about 25."""
