@@ -81,7 +81,8 @@ WORK = fields(
     "reads",  # READ
     "firsts",  # i64: where in `missing` the rows of a read begin, and where the last one's end
     "encoded",  # u8 [rows, row_bytes]; 0 where the rows are wanted in the cache only
-    "on_read",  # the task below
+    "on_read",  # the tasks below
+    "bring",
     "interrupt",  # address of a word that is not 0 when work is to end
     "status",  # address of words of `RingStatus`
     # Of each token of the batch: addresses of i32 arrays.
@@ -262,26 +263,25 @@ def _await_last(work_address: int, num_pending: int) -> None:
             store_shared(work.status + PROGRESS, load_shared(work.status + PROGRESS) + 1)
 
 
-@jitable
-def _bring(work_address: int, num_rows: int) -> None:
-    """Brings the batch's rows into the cache, and to `encoded` where they are wanted there."""
-    work = _work_at(work_address)
-    num_missing, num_pending = _look_up_all(work_address, num_rows, False)
+def _bring(params: int, start: int, num_rows: int, scratch: int) -> None:
+    """Params WORK: brings the batch's rows into the cache, and to `encoded` where they are wanted there."""
+    work = _work_at(params)
+    num_missing, num_pending = _look_up_all(params, num_rows, False)
     if num_missing == 0 and num_pending == 0:
         return
     started = clock_ns()
     while True:
         if num_missing > 0:
-            _read_missing(work_address, num_missing)
+            _read_missing(params, num_missing)
         if num_pending == 0:
             break
         if num_missing == 0 and load_shared(work.interrupt) != 0:
-            _give_up(work_address, num_pending)
+            _give_up(params, num_pending)
             break
         if num_missing == 0:
-            _await_last(work_address, num_pending)
+            _await_last(params, num_pending)
         # What others have read in vain, or what was evicted meanwhile, is read here.
-        num_missing, num_pending = _look_up_all(work_address, num_pending, True)
+        num_missing, num_pending = _look_up_all(params, num_pending, True)
     work.wait_ns += clock_ns() - started
 
 
@@ -324,7 +324,7 @@ def features_of_windows(work_address: int, windows: int, num_tokens: int, featur
             hits[token] = work.num_heads
         work.num_hits += num_rows
     else:
-        _bring(work_address, num_rows)
+        call_task(work.bring, work_address, 0, num_rows, 0)
         _decode(work_address, num_rows, features)
         return
     store(work.gathered + _OUT, features)
@@ -336,12 +336,17 @@ def _features(work: int, windows: int, num_tokens: int, features: int) -> None:
 
 
 def _stage(work: int, windows: int, num_tokens: int) -> None:
-    _bring(work, rows_of_windows(work, windows, num_tokens))
+    call_task(_work_at(work).bring, work, 0, rows_of_windows(work, windows, num_tokens), 0)
 
 
 @functools.cache
 def _row_arrived_task() -> int:
     return compile_task(_row_arrived, "ngram_rows_arrived")
+
+
+@functools.cache
+def _bring_task() -> int:
+    return compile_task(_bring, "bring_ngram_rows")
 
 
 @functools.cache
@@ -369,7 +374,7 @@ class RowReader:
         self.max_tokens = max_tokens
         self.num_heads = num_heads
         self.queue = queue
-        self._table = table
+        self.table = table
         words = {name: np.zeros(num_rows + 1, np.int64) for name in ("rows", "missing", "places", "pending")}
         words["firsts"] = np.zeros(num_rows + 1, np.int64)
         self.counts_of_tokens = {
@@ -406,6 +411,7 @@ class RowReader:
             reads=self._reads,
             encoded=0 if is_staging else self._encoded,
             on_read=_row_arrived_task(),
+            bring=_bring_task(),
             interrupt=address_of(self._own_words) + 8 * (len(self._own_words) - 1),
             status=self._own_words,
             hits=counts["hits"],
@@ -445,7 +451,7 @@ class RowReader:
     def features(self, windows: NDArray[np.int32]) -> NDArray[np.float32]:
         """The features [num_tokens, feature_width] of windows [num_tokens, ngram_size]."""
         self._check(windows)
-        width = self.num_heads * self._table.row_width
+        width = self.num_heads * self.table.row_width
         features = np.zeros((len(windows), width), np.float32)
         self._record["wait_ns"] = 0
         _features_kernel()(self.address, address_of(windows), len(windows), address_of(features))
@@ -454,7 +460,7 @@ class RowReader:
     def stage(self, windows: NDArray[np.int32]) -> None:
         """Brings the rows of windows [num_tokens, ngram_size] into the cache."""
         self._check(windows)
-        if self._table.cache is not None:
+        if self.table.cache is not None:
             _stage_kernel()(self.address, address_of(windows), len(windows))
 
     def close(self) -> None:

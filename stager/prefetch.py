@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,13 @@ _MAX_QUEUED_PROMPTS = 64
 TOKENS_PER_PIECE = 512
 # How often a thread that is ahead looks whether steps have caught up.
 _LOOK_INTERVAL_S = 0.02
+
+
+@dataclass(slots=True)
+class _Prompt:
+    request_id: str
+    token_ids: NDArray[np.int32]
+    is_wanted: bool = True
 
 
 class PromptPrefetcher:
@@ -55,8 +63,8 @@ class PromptPrefetcher:
         self._post = post
         # Rows staged since staging was last not ahead, and what steps had taken by then.
         self._num_staged = self._taken_before = 0
-        self._prompts: OrderedDict[str, Sequence[int]] = OrderedDict()
-        self._wanted: set[str] = set()
+        self._waiting: OrderedDict[str, _Prompt] = OrderedDict()
+        self._current: _Prompt | None = None
         self._change = threading.Condition()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
@@ -65,18 +73,17 @@ class PromptPrefetcher:
     def stage(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Queues a prompt; the oldest waiting one makes room where the queue is full."""
         with self._change:
-            self._prompts[request_id] = token_ids
-            self._wanted.add(request_id)
-            if len(self._prompts) > _MAX_QUEUED_PROMPTS:
-                dropped, _ = self._prompts.popitem(last=False)
-                self._wanted.discard(dropped)
+            self._waiting[request_id] = _Prompt(request_id, np.array(token_ids, np.int32))
+            if len(self._waiting) > _MAX_QUEUED_PROMPTS:
+                self._waiting.popitem(last=False)
             self._change.notify()
 
     def forget(self, request_id: str) -> None:
         """Drops a prompt that waits; one that is being read stops after its current piece."""
         with self._change:
-            self._prompts.pop(request_id, None)
-            self._wanted.discard(request_id)
+            self._waiting.pop(request_id, None)
+            if self._current is not None and self._current.request_id == request_id:
+                self._current.is_wanted = False
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -89,28 +96,26 @@ class PromptPrefetcher:
     def _run(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._prompts or self._is_stopped)
+                self._change.wait_for(lambda: self._waiting or self._is_stopped)
                 if self._is_stopped:
                     return
-                request_id, token_ids = self._prompts.popitem(last=False)
+                _, prompt = self._waiting.popitem(last=False)
+                self._current = prompt
             try:
-                self._stage(request_id, np.array(token_ids, np.int32))
+                self._stage(prompt)
             except Exception:
                 # Advice may fail; the next prompt still wants its own.
-                _log.exception("the n-gram rows of %s were not staged", request_id)
-            with self._change:
-                if request_id not in self._prompts:
-                    self._wanted.discard(request_id)
+                _log.exception("the n-gram rows of %s were not staged", prompt.request_id)
 
-    def _stage(self, request_id: str, token_ids: NDArray[np.int32]) -> None:
+    def _stage(self, prompt: _Prompt) -> None:
         reader = self._reader
         started = time.monotonic()
         rows, hits, failures = reader.num_rows, reader.num_hits, reader.num_failures
         before = reader.queue.counts
-        windows = np.ascontiguousarray(windows_of(token_ids, self._ngram_size))
+        windows = np.ascontiguousarray(windows_of(prompt.token_ids, self._ngram_size))
         for start in range(0, len(windows), TOKENS_PER_PIECE):
             piece = windows[start : start + TOKENS_PER_PIECE]
-            if not self._may_go_on(request_id, len(piece) * reader.num_heads):
+            if not self._may_go_on(prompt, len(piece) * reader.num_heads):
                 break
             reader.stage(piece)
         after = reader.queue.counts
@@ -119,13 +124,13 @@ class PromptPrefetcher:
             _log.warning(
                 "%d n-gram rows of %s could not be read from %s",
                 reader.num_failures - failures,
-                request_id,
+                prompt.request_id,
                 self._file_name,
             )
         busy_s = after.busy_s - before.busy_s
         self._post(
             PromptStaged(
-                request_id=request_id,
+                request_id=prompt.request_id,
                 num_rows=reader.num_rows - rows,
                 num_hits=reader.num_hits - hits,
                 reads=FileReads(
@@ -140,10 +145,10 @@ class PromptPrefetcher:
             )
         )
 
-    def _may_go_on(self, request_id: str, num_rows: int) -> bool:
+    def _may_go_on(self, prompt: _Prompt, num_rows: int) -> bool:
         """Waits until there is room for so many more rows; whether they are still wanted."""
         with self._change:
-            while request_id in self._wanted and not self._is_stopped:
+            while prompt.is_wanted and not self._is_stopped:
                 num_taken = self._num_taken()
                 num_ahead = self._num_staged - (num_taken - self._taken_before)
                 if num_ahead <= 0:

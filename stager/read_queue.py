@@ -70,6 +70,9 @@ QUEUE = fields(
     "completion",  # two words
     "status",  # address of words of `RingStatus`
     "interrupt",  # address of a word that is not 0 when reading is to end
+    "run",  # the task that does it all
+    "on_read",  # what it tells of reads, and the params of that
+    "on_read_params",
     # Injected, for tests and to see what a bad disk does.
     "delay_ns",
     "fail_every",  # this many reads fail with EIO once; 0 for none
@@ -245,6 +248,36 @@ def _collect(queue_address: int, on_read: int, params: int) -> int:
     return num_ended
 
 
+def _run_reads(params: int, reads: int, num_reads: int, scratch: int) -> None:
+    """Params QUEUE; see `run_reads`. A task, so that it is compiled once for all who call it."""
+    queue = _queue_at(params)
+    on_read, on_read_params = queue.on_read, queue.on_read_params
+    num_started = num_ended = 0
+    queue.changed_ns = clock_ns()
+    while num_ended < num_reads:
+        if load_shared(queue.interrupt) != 0:
+            while num_started < num_reads:
+                read_address = reads + num_started * READ_BYTES
+                _read_at(read_address).result = _ECANCELED
+                call_task(on_read, on_read_params, read_address, 0, 0)
+                num_started += 1
+                num_ended += 1
+        _account(params, clock_ns())
+        while num_started < num_reads and queue.num_free > 0:
+            queue.num_free -= 1
+            number = integers_at(queue.free)[queue.num_free]
+            slot = _slot_at(queue.slots + number * _SLOT_BYTES)
+            slot.read = reads + num_started * READ_BYTES
+            slot.done_bytes = 0
+            _start(params, number)
+            num_started += 1
+        store_shared(queue.status + OUTSTANDING, num_reads - num_ended)
+        if num_ended < num_reads:
+            num_ended += _collect(params, on_read, on_read_params)
+        call_task(on_read, on_read_params, 0, 0, 0)
+    store_shared(queue.status + OUTSTANDING, 0)
+
+
 @jitable
 def run_reads(queue_address: int, reads: int, num_reads: int, on_read: int, params: int) -> None:
     """Native: does all of these READs, which lie one after the other. `on_read` is called with `params`, the
@@ -254,30 +287,9 @@ def run_reads(queue_address: int, reads: int, num_reads: int, on_read: int, para
     When `interrupt` is set, those that were not started end with ECANCELED; those in flight are waited for.
     """
     queue = _queue_at(queue_address)
-    num_started = num_ended = 0
-    queue.changed_ns = clock_ns()
-    while num_ended < num_reads:
-        if load_shared(queue.interrupt) != 0:
-            while num_started < num_reads:
-                read_address = reads + num_started * READ_BYTES
-                _read_at(read_address).result = _ECANCELED
-                call_task(on_read, params, read_address, 0, 0)
-                num_started += 1
-                num_ended += 1
-        _account(queue_address, clock_ns())
-        while num_started < num_reads and queue.num_free > 0:
-            queue.num_free -= 1
-            number = integers_at(queue.free)[queue.num_free]
-            slot = _slot_at(queue.slots + number * _SLOT_BYTES)
-            slot.read = reads + num_started * READ_BYTES
-            slot.done_bytes = 0
-            _start(queue_address, number)
-            num_started += 1
-        store_shared(queue.status + OUTSTANDING, num_reads - num_ended)
-        if num_ended < num_reads:
-            num_ended += _collect(queue_address, on_read, params)
-        call_task(on_read, params, 0, 0, 0)
-    store_shared(queue.status + OUTSTANDING, 0)
+    queue.on_read = on_read
+    queue.on_read_params = params
+    call_task(queue.run, queue_address, reads, num_reads, 0)
 
 
 def _run(queue_address: int, reads: int, num_reads: int, on_read: int) -> None:
@@ -291,6 +303,11 @@ def _note_nothing(params: int, read: int, data: int, scratch: int) -> None:
 @functools.cache
 def _note_nothing_task() -> int:
     return compile_task(_note_nothing, "note_no_read")
+
+
+@functools.cache
+def _run_reads_task() -> int:
+    return compile_task(_run_reads, "run_queued_reads")
 
 
 @functools.cache
@@ -348,6 +365,7 @@ class ReadQueue:
             free=self._free,
             num_free=depth,
             completion=self._completion,
+            run=_run_reads_task(),
             status=self._own_words,
             interrupt=address_of(self._own_words) + 8 * (len(self._own_words) - 1),
             delay_ns=round(faults.delay_s * 1e9),
