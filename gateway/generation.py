@@ -35,6 +35,8 @@ class Outcome:
     timings: RequestTimings
     """The gpu_worker's, and all of the wait for a place in the queue, and all reads of files."""
     staged: PromptStaged | None
+    ngram_wait_p95_s: float
+    """Of the waits for n-gram rows of all tokens but the first, the 95th percentile; 0 for none."""
 
 
 class Generation:
@@ -54,6 +56,8 @@ class Generation:
         self.waited_s = 0.0
         # Times between consecutive tokens, for the metrics.
         self.gaps_s: list[float] = []
+        # What the steps of these tokens waited for n-gram rows.
+        self.ngram_waits_s: list[float] = []
         self._last_token_at = 0.0
         self._outcome: Outcome | None = None
 
@@ -69,8 +73,8 @@ class Generation:
         while self._outcome is None:
             answer = await answers.next()
             match answer:
-                case TokenChunk(token_ids=token_ids):
-                    self._note_time(answers.answered_at)
+                case TokenChunk(token_ids=token_ids, ngram_wait_s=ngram_wait_s):
+                    self._note_time(answers.answered_at, ngram_wait_s)
                     self.num_output_tokens += len(token_ids)
                     piece, matched = self._matcher.feed(self._detokenizer.feed(self._visible(token_ids)))
                     if piece:
@@ -95,7 +99,9 @@ class Generation:
         own = finished.timings
         disk = by_file([*own.disk, *([staged.reads] if staged is not None else [])])
         timings = msgspec.structs.replace(own, queue_s=own.queue_s + self.waited_s, disk=disk)
-        self._outcome = Outcome(reason, stop_string, self.num_output_tokens, finished, timings, staged)
+        waits = sorted(self.ngram_waits_s)
+        p95_s = waits[int(0.95 * (len(waits) - 1))] if waits else 0.0
+        self._outcome = Outcome(reason, stop_string, self.num_output_tokens, finished, timings, staged, p95_s)
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
         """Without the token that ended the answer, and without ids that the model has rows for but the
@@ -106,11 +112,12 @@ class Generation:
             if token_id not in self._request.eos_token_ids and token_id < self._num_known_tokens
         ]
 
-    def _note_time(self, now: float) -> None:
+    def _note_time(self, now: float, ngram_wait_s: float) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
             # The last piece of a prompt is not reported by itself.
             self.prompt.note(self.prompt.num_tokens, now)
         else:
             self.gaps_s.append(now - self._last_token_at)
+            self.ngram_waits_s.append(ngram_wait_s)
         self._last_token_at = now

@@ -28,6 +28,10 @@ _GAP_BUCKETS = (
     *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
+# What should be nothing, up to a disk that answers one read at a time.
+_WAIT_BUCKETS = (
+    *(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 20.0),
+)
 _REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -62,6 +66,11 @@ class Metrics:
         self._gap = histogram(
             "strata_inter_token_latency_seconds", "Between two tokens of an answer", _GAP_BUCKETS
         )
+        self._ngram_wait = histogram(
+            "strata_token_ngram_wait_seconds",
+            "What the step of a token waited for rows of the n-gram table, but the first token's",
+            _WAIT_BUCKETS,
+        )
         self._latency = histogram(
             "strata_e2e_request_latency_seconds", "From the request's arrival to its end", _REQUEST_BUCKETS
         )
@@ -80,6 +89,8 @@ class Metrics:
             self._ttft.labels(self._model).observe(generation.first_token_at - arrived_at)
         for gap_s in generation.gaps_s:
             self._gap.labels(self._model).observe(gap_s)
+        for wait_s in generation.ngram_waits_s:
+            self._ngram_wait.labels(self._model).observe(wait_s)
         for stage, seconds in _stage_times(outcome, tokenize_s).items():
             self._stage.labels(self._model, stage).observe(seconds)
 

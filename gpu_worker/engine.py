@@ -228,6 +228,7 @@ class Engine:
         for work in works:
             clock = work.sequence.clock
             clock.started_at = clock.started_at or started
+        num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         ways = self._ways
         waited_before = ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0
         try:
@@ -254,11 +255,16 @@ class Engine:
         for work in works:
             work.sequence.clock.expert_wait_s += expert_wait_s
             work.sequence.clock.ngram_wait_s += ngram_wait_s
+        if num_prefilled:
+            self._scheduler.chunk.note(num_prefilled, ngram_wait_s)
         for sequence, failure in result.failures:
+            _log.error("%s failed: %s", sequence.request_id, failure)
             self._end_with_failure(sequence, failure)
-        self._advance(works, result.choices)
+        self._advance(works, result.choices, ngram_wait_s)
 
-    def _advance(self, works: list[Work], choices: list[tuple[Sequence, NDArray[np.float32]]]) -> None:
+    def _advance(
+        self, works: list[Work], choices: list[tuple[Sequence, NDArray[np.float32]]], ngram_wait_s: float
+    ) -> None:
         """Chooses tokens, tells the gateway, and ends the sequences that are at their end."""
         now = time.monotonic()
         for sequence, logits in choices:
@@ -269,7 +275,9 @@ class Engine:
                 continue
             sequence.token_ids.append(token_id)
             sequence.clock.first_token_at = sequence.clock.first_token_at or now
-            self._post(TokenChunk(request_id=sequence.request_id, token_ids=[token_id]))
+            self._post(
+                TokenChunk(request_id=sequence.request_id, token_ids=[token_id], ngram_wait_s=ngram_wait_s)
+            )
         for work in works:
             sequence = work.sequence
             if self._scheduler.find(sequence.request_id) is None:

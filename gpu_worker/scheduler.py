@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpu_worker.chunk_size import ChunkSize
 from gpu_worker.sequence import Sequence
 
 
@@ -34,8 +35,9 @@ class Scheduler:
     """The sequences of one gpu_worker."""
 
     def __init__(self, max_running: int, prefill_tokens: int) -> None:
+        """`prefill_tokens` is the size of the largest chunk of a prompt."""
         self._max_running = max_running
-        self._prefill_tokens = prefill_tokens
+        self.chunk = ChunkSize(prefill_tokens)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -80,6 +82,6 @@ class Scheduler:
         for sequence in self._running:
             if sequence.is_prefilling:
                 start = sequence.num_computed
-                stop = min(start + self._prefill_tokens, sequence.num_prompt_tokens)
+                stop = min(start + self.chunk.tokens, sequence.num_prompt_tokens)
                 return [*decode, Work(sequence, start, stop)]
         return decode

@@ -181,12 +181,9 @@ class DiskError(GenerationError):
 
     def __init__(self, file: str, what: str, error_number: int) -> None:
         """`file` is the file's name, `what` the part of it, `error_number` the errno."""
-        reason, remedy = os.strerror(error_number), "check the disk; the server's log has the places"
+        reason, remedy = os.strerror(error_number), "check the disk (dmesg)"
         if error_number == errno.ENODATA:
-            reason, remedy = (
-                "the file has become shorter",
-                "download or copy it again, and restart the server",
-            )
+            reason, remedy = "the file has become shorter", "download or copy it again, then restart Strata"
         super().__init__(f"{what} could not be read from {file}: {reason}; {remedy}")
 
 

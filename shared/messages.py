@@ -125,6 +125,8 @@ class TokenChunk(Message, frozen=True):
 
     request_id: str
     token_ids: list[TokenId]
+    ngram_wait_s: float = 0.0
+    """How long the step that gave them waited for rows of the n-gram table."""
 
 
 class PrefillProgress(Message, frozen=True):

@@ -1,8 +1,9 @@
 """Rings served in machine code: the same results as in Python, and the same behaviour where that ends."""
 
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,13 +12,19 @@ from numpy.typing import NDArray
 from cpu_worker.expert_layer import ExpertLayer
 from cpu_worker.native_slots import NativeExperts
 from cpu_worker.worker import ExpertService
+from shared.errors import StepStalledError
 from shared.gguf.model import GGUFModel
-from shared.model_config import Qwen4ExpConfig, read_model_config
+from shared.model_config import NgramConfig, Qwen4ExpConfig, read_model_config
+from shared.native.memory import load
+from shared.native.ring import ARRIVED, CLIENT_SLEEPS, COMPLETED, await_above
 from shared.native.team import Team
+from shared.quants.jit import INTEGER, compile_kernel
 from shared.ring import Arrays, RingClient, RingServer, SlotError
 from shared.work_slots import ExpertHeader, NgramHeader, expert_ring, ngram_ring
 from stager.native_slots import NativeNgrams
-from stager.ngram_rows import open_rows
+from stager.ngram_rows import RowReader, open_rows
+from stager.ngram_table import TableOptions
+from stager.read_queue import Faults
 from stager.worker import NgramSlots
 from tests.support.expert_ring import open_ring, served
 from tests.support.tiny_model import NUM_EXPERTS, tiny_model
@@ -223,3 +230,59 @@ def test_ngrams_are_those_of_python(file: GGUFModel, config: Qwen4ExpConfig) -> 
                 ring.wait(ring.submit(), 10, PEER)
     rows.close()
     reference.close()
+
+
+def slow_rows(file: GGUFModel, ngram: NgramConfig, delay_s: float) -> RowReader:
+    return open_rows(file, ngram, TableOptions("direct", 1 << 20, 4, Faults(delay_s=delay_s)), 64)
+
+
+def test_reads_that_complete_are_progress(file: GGUFModel, config: Qwen4ExpConfig) -> None:
+    """A slot takes many times as long as a silent server would be waited for; in Python's wait as in that of
+    machine code."""
+    ngram = config.ngram
+    assert ngram is not None
+    with (
+        slow_rows(file, ngram, 0.03) as rows,
+        open_ring(ngram_ring(ngram, 64)) as ring,
+        served(ring, NgramSlots(rows), NativeNgrams(rows, ngram.ngram_size)),
+    ):
+        slot = ring.next_slot(10, PEER)
+        slot["header"][NgramHeader.NUM_TOKENS] = 64
+        slot["windows"][:] = np.random.default_rng(0).integers(0, 200, (64, ngram.ngram_size))
+        ticket = ring.submit()
+        started = time.perf_counter()
+        assert await_kernel()(ring.address, ticket, 200_000_000) == ARRIVED
+        ring.wait(ticket, 0.2, PEER)
+        elapsed = time.perf_counter() - started
+        assert elapsed > rows.queue.counts.num_reads / 4 * 0.03 * 0.9
+        assert not slot["failures"].any()
+
+
+def test_reads_that_do_not_complete_are_none(file: GGUFModel, config: Qwen4ExpConfig) -> None:
+    """The wait ends, and says what it was for."""
+    ngram = config.ngram
+    assert ngram is not None
+    with (
+        slow_rows(file, ngram, 0.3) as rows,
+        open_ring(ngram_ring(ngram, 64)) as ring,
+        served(ring, NgramSlots(rows), NativeNgrams(rows, ngram.ngram_size)),
+    ):
+        slot = ring.next_slot(10, PEER)
+        slot["header"][NgramHeader.NUM_TOKENS] = 1
+        slot["windows"][0] = 5
+        ticket = ring.submit()
+        with pytest.raises(
+            StepStalledError,
+            match=r"the worker has not answered for 0\.1 s, and none of the [1-9]\d* reads that it waits for",
+        ):
+            ring.wait(ticket, 0.1, PEER)
+        ring.wait(ticket, 5, PEER)
+
+
+def _await(ring: int, ticket: int, patience_ns: int) -> int:
+    return await_above(ring, load(ring + COMPLETED), ticket, load(ring + CLIENT_SLEEPS), patience_ns)
+
+
+@functools.cache
+def await_kernel() -> Callable[[int, int, int], int]:
+    return compile_kernel(_await, "await_in_a_test", *3 * (INTEGER,))
