@@ -28,7 +28,7 @@ from gpu_worker.sampler import Sampler
 from gpu_worker.scheduler import Scheduler, Work
 from gpu_worker.sequence import Clock, Sequence
 from gpu_worker.step import Ways, compute
-from shared.errors import GenerationError, ModelOutputError, WorkerFailedError
+from shared.errors import GenerationError, ModelOutputError, StepStalledError, WorkerFailedError
 from shared.messages import (
     AbortRequest,
     GenerateRequest,
@@ -235,6 +235,9 @@ class Engine:
             result = compute(self._model, works, ways, self._torch_device)
         except GenerationError as error:
             _log.error("a step of %d requests failed: %s", len(works), error)
+            if isinstance(error, StepStalledError):
+                for role, ring in self._rings.items():
+                    _log.error("meanwhile the %s %s", role, ring.describe())
             self._fail(works, error)
             return
         except torch.AcceleratorError:

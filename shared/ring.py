@@ -244,6 +244,16 @@ class RingClient(_RingSide):
             "raise --watchdog-s if the machine is that slow"
         )
 
+    def describe(self) -> str:
+        """What the server is at, as words for the log."""
+        num_open = self._submitted.value - self._completed.value
+        at = f"works on {num_open} slot{'s' if num_open > 1 else ''}" if num_open else "has nothing to do"
+        outstanding = self.status[RingStatus.OUTSTANDING]
+        waits = f", waits for {outstanding} reads" if outstanding else ""
+        return (
+            f"{at}{waits}, {self._completed.value} slots done, {self.status[RingStatus.PROGRESS]} reads done"
+        )
+
     def set_in_use(self, is_in_use: bool) -> None:
         """Tells the server whether more submissions are to be expected soon."""
         self._segment.arrays[_IN_USE][0] = is_in_use

@@ -89,6 +89,7 @@ class NgramTable:
             if self.way is Way.MEMORY:
                 self._memory = self._load(report)
             else:
+                report("taking memory for the row cache", 0.9)
                 self.cache = RowCache(_cache_bytes(options, self.info.num_bytes), self.row_bytes)
         except BaseException:
             self.close()
@@ -202,6 +203,15 @@ def available_bytes() -> int:
 
 
 def _cache_bytes(options: TableOptions, table_bytes: int) -> int:
-    if options.cache_bytes is not None:
-        return options.cache_bytes
-    return min(int(available_bytes() * _CACHE_SHARE), _LARGEST_CACHE_BYTES, 2 * table_bytes)
+    """Raises ResourceError where what was asked for is not there."""
+    room = available_bytes()
+    if options.cache_bytes is None:
+        return min(int(room * _CACHE_SHARE), _LARGEST_CACHE_BYTES, 2 * table_bytes)
+    # More than this is never used.
+    wanted = min(options.cache_bytes, 2 * table_bytes)
+    if wanted > room:
+        raise ResourceError(
+            f"--ple-cache-mib is {options.cache_bytes >> 20}, but {room >> 20} MiB of memory are free; "
+            "lower it"
+        )
+    return wanted

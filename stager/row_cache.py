@@ -6,9 +6,11 @@ being read is *pending*: nobody else reads that row, and nobody takes the place.
 lock, held for microseconds; whoever needs a pending row waits for the next arrival.
 """
 
+import contextlib
 import mmap
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.native.memory import (
     fetch_add,
@@ -22,7 +24,7 @@ from shared.native.memory import (
     words_at,
 )
 from shared.native.records import fields, reader, record
-from shared.native.task import address_of, aligned_zeros
+from shared.native.task import address_of
 from shared.quants.jit import jitable
 
 NUM_WAYS = 8
@@ -54,6 +56,7 @@ _TICKETS, _SERVING, _GENERATION, _NUM_WAITING = range(0, 32, 8)
 _EMPTY, _BEING_READ, _FIRST_TICK = range(3)
 _LAST_TICK = (1 << 32) - 1
 
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
 _EVERYONE = 1 << 30
 _SPINS = 200
 _SCHED_YIELD = 24
@@ -192,14 +195,14 @@ class RowCache:
     """The cache of one table."""
 
     def __init__(self, num_bytes: int, row_bytes: int) -> None:
-        """In at most so many bytes, but eight places at least. Pages of it exist once they are used."""
+        """In at most so many bytes, but eight places at least. All of it is taken now: a row that is the
+        first on its page would otherwise cost more than to read it."""
         bytes_a_place = row_bytes + _KEY_BYTES + _STAMP_BYTES
         num_sets = max(1, num_bytes // (bytes_a_place * NUM_WAYS))
         self.num_places = num_sets * NUM_WAYS
-        # Mapped by hand: zeros that numpy may take from elsewhere are written by whoever had them before.
-        self._rows = np.frombuffer(mmap.mmap(-1, self.num_places * row_bytes), np.uint8)
-        self._keys = aligned_zeros(self.num_places * _KEY_BYTES)
-        self._stamps = np.zeros(self.num_places, np.uint32)
+        self._rows = _memory(self.num_places * row_bytes)
+        self._keys = _memory(self.num_places * _KEY_BYTES)
+        self._stamps = _memory(self.num_places * _STAMP_BYTES)
         self._record = record(
             CACHE,
             num_sets=num_sets,
@@ -221,3 +224,13 @@ class RowCache:
     def num_evicted(self) -> int:
         """Rows that made room for others since the start."""
         return int(self._record[0]["num_evicted"])
+
+
+def _memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros that have their pages already, large ones where the kernel has them."""
+    mapping = mmap.mmap(-1, num_bytes)
+    # Both are advice: older kernels, or those built without large pages, refuse it.
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        with contextlib.suppress(OSError):
+            mapping.madvise(advice)
+    return np.frombuffer(mapping, np.uint8)

@@ -70,7 +70,10 @@ class NgramService:
             serve=NgramSlots(self._reader),
             close=self._close,
             native=NativeNgrams(self._reader, config.ngram_size),
-            capabilities=table.capabilities(),
+            capabilities={
+                **table.capabilities(),
+                "io_backend": self._reader.queue.backend.name.lower(),
+            },
         )
 
     def gauges(self) -> dict[str, float]:

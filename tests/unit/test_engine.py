@@ -268,14 +268,16 @@ def test_numbers_nobody_can_sample_from(path: Path, alone: Callable[[list[int], 
         assert running.answer("second").token_ids == alone(LONG[:1], 5)
 
 
-def test_worker_that_does_not_answer(path: Path) -> None:
-    """The watchdog ends the wait, and says which worker it was."""
+def test_worker_that_does_not_answer(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The watchdog ends the wait, and says which worker it was; the log says what each was at."""
     with running_engine(path, watchdog_s=0.2) as running:
         running.gate.clear()
         running.ask("a", SHORT, 4)
         failed = failure(running.answer("a"))
         assert failed.code == "step_stalled"
         assert "cpu_worker" in failed.reason
+        assert "meanwhile the cpu_worker works on 1 slot, 0 slots done" in caplog.text
+        assert "meanwhile the stager has nothing to do, 1 slots done" in caplog.text
 
 
 def test_stop_ends_what_runs(path: Path) -> None:
