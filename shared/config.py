@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 from shared.settings import setting
 
 _MODEL = "model and files"
+_MEMORY = "memory"
 _NETWORK = "network"
 _CAPACITY = "capacity"
 _SAMPLING = "sampling defaults, for requests that do not say"
@@ -23,6 +24,8 @@ _LIFE = "processes and time limits"
 # Those of `shared.quants`, named here too because importing it costs half a second; a test compares them.
 CPU_KERNELS = ("auto", "avx512", "avxvnni", "avx2", "portable")
 CPU_ACTIVATIONS = ("int16", "int8")
+
+EXPERT_SETTINGS = ("auto", "resident", "mapped")
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """What this machine alone can reach."""
@@ -200,7 +203,27 @@ class GpuWorkerConfig(CapacityConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuWorkerConfig(CommonConfig):
+class ExpertsConfig(CommonConfig):
+    """What the cpu_worker and the stager have to agree on."""
+
+    experts: str = setting(
+        EXPERT_SETTINGS[0],
+        "where experts are kept: resident reads and locks all of them in RAM, mapped leaves it to the page "
+        "cache; auto is resident where all fit, else keeps those in use in a pool",
+        group=_MEMORY,
+        choices=EXPERT_SETTINGS,
+    )
+    ram_budget: float = setting(
+        0.0,
+        "RAM for experts; 0 takes what is free and not needed otherwise",
+        group=_MEMORY,
+        unit="GiB",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuWorkerConfig(ExpertsConfig):
     """Experts computed in RAM."""
 
     pool_workers: int = setting(
@@ -220,7 +243,7 @@ class CpuWorkerConfig(CommonConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagerConfig(CommonConfig):
+class StagerConfig(ExpertsConfig):
     """Reads from the model files."""
 
     stager_cpus: str = setting(
