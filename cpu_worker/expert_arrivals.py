@@ -18,7 +18,14 @@ from cpu_worker.expert_pool import (
     send,
     state_of,
 )
-from cpu_worker.expert_program import enter_down, enter_gate_up, enter_gather, enter_rounding, groups_row_ns, run
+from cpu_worker.expert_program import (
+    enter_down,
+    enter_gate_up,
+    enter_gather,
+    enter_rounding,
+    groups_row_ns,
+    run,
+)
 from cpu_worker.expert_tasks import GROUP_STRIDE, group_at, layer_at, wave_at
 from cpu_worker.expert_waves import WAVE_STRIDE, plan_at, set_weights
 from shared.native.matrices import UNITS_A_THREAD, row_cost_ns, unit_cost_ns

@@ -5,9 +5,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.experts.counts import ExpertCounts
 from gpu_worker.sampler import Sampler
 from gpu_worker.state.sequence_state import SequenceState
-from shared.messages import GenerateRequest, RequestTimings
+from shared.messages import FileReads, GenerateRequest, RequestTimings, RouteCounts
+
+
+@dataclass(slots=True)
+class _Reads:
+    """What was read from one file for a request."""
+
+    num_reads: int = 0
+    num_bytes: int = 0
+    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -19,6 +29,26 @@ class Clock:
     first_token_at: float | None = None
     ngram_wait_s: float = 0.0
     expert_wait_s: float = 0.0
+    num_routes: int = 0
+    num_disk_routes: int = 0
+    major_faults: int = 0
+    _reads: dict[str, _Reads] = field(default_factory=dict)
+
+    def add_experts(self, counts: ExpertCounts, start: int, stop: int, routes_per_token: int) -> None:
+        """Adds what a step says of its tokens `start` to `stop`, which are this request's."""
+        self.num_routes += (stop - start) * routes_per_token
+        self.major_faults += counts.major_faults
+        if not counts.num_read:
+            return
+        self.num_disk_routes += int(counts.disk_routes[start:stop].sum())
+        bytes_of_files = counts.read_bytes.sum(axis=1)
+        for place, name in enumerate(counts.files.names):
+            if share := bytes_of_files[place] / max(1, bytes_of_files.sum()):
+                reads = self._reads.setdefault(name, _Reads())
+                reads.num_reads += int(counts.reads[place, start:stop].sum())
+                reads.num_bytes += int(counts.read_bytes[place, start:stop].sum())
+                # In full for each request of the step, as all times are.
+                reads.wait_s += counts.wait_s * float(share)
 
     def timings(self, now: float) -> RequestTimings:
         """The request's time until `now`, divided into its phases."""
@@ -30,6 +60,14 @@ class Clock:
             decode_s=now - first_token_at,
             ngram_wait_s=self.ngram_wait_s,
             expert_wait_s=self.expert_wait_s,
+            routes=RouteCounts(ram=self.num_routes - self.num_disk_routes, disk=self.num_disk_routes),
+            disk=[
+                FileReads(
+                    file=name, num_reads=reads.num_reads, num_bytes=reads.num_bytes, wait_s=reads.wait_s
+                )
+                for name, reads in self._reads.items()
+            ],
+            major_faults=self.major_faults,
         )
 
 

@@ -22,6 +22,7 @@ from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.engine import AttachRing, DetachRing, Engine
+from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.scheduler import Scheduler
 from shared.errors import WorkerFailedError
@@ -84,7 +85,12 @@ class RunningEngine:
         self.scheduler = Scheduler(max_running=parallel, prefill_tokens=prefill)
         self.messages: queue.Queue[Message] = queue.Queue()
         self.engine = Engine(
-            self.model, self.device.torch_device, self.scheduler, self.messages.put, watchdog_s
+            self.model,
+            self.device.torch_device,
+            self.scheduler,
+            self.messages.put,
+            watchdog_s,
+            ExpertFiles.of(file, config.num_layers),
         )
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count()

@@ -1,8 +1,6 @@
 """Experts from a pool smaller than a layer: the same bits as from the mapped file, whatever is read when; and what
 the pool knows of its places is true."""
 
-import errno
-import os
 import random
 import threading
 from collections.abc import Iterator
@@ -10,23 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cpu_worker.expert_layer import ExpertLayer
-from cpu_worker.worker import ExpertService
-from shared.errors import WorkerFailedError
 from shared.gguf.model import GGUFModel
-from shared.model_config import read_model_config
 from shared.native.team import Team
-from shared.ring import RingClient, SlotError
-from shared.work_slots import ExpertHeader, expert_ring
-from cpu_worker.native_slots import NativeExperts
 from stager.file_reads import FileRead
-from tests.support.expert_pool import Pooled, pooled
-from tests.support.expert_ring import open_ring, served
-from tests.support.tiny_model import EXPERT_WIDTH, HIDDEN, TinyModel, tiny_model
+from tests.support.expert_pool import pooled
+from tests.support.tiny_model import HIDDEN, TinyModel, tiny_model
 
 # A thread that never returns from native code can only be ended with its process.
 pytestmark = pytest.mark.timeout(60, method="thread")
