@@ -405,6 +405,11 @@ class ExpertPool:
         return int(self._pool["wait_ns"][0])
 
     @property
+    def is_in_use(self) -> bool:
+        """Whether somebody computes."""
+        return bool(self._words[_IS_IN_USE // 8])
+
+    @property
     def experts(self) -> NDArray[np.int32]:
         """Which expert is in which place [layers, places_per_layer], -1 for none: a copy."""
         return self._expert_of.copy()
@@ -437,7 +442,7 @@ class ExpertPool:
 
     def wait_until_left(self) -> None:
         """Returns when nobody computes. The door must have been shut. Takes what a layer takes."""
-        while self._words[_IS_IN_USE // 8]:
+        while self.is_in_use:
             time.sleep(_PAUSE_S)
         self._ring = None
 

@@ -24,7 +24,7 @@ from shared.tensor_catalog import TensorClass, classify
 _FLOOR_PART = 16
 _SMALLEST_FLOOR = 128 << 20
 # Private memory of the four processes once they serve, measured; torch is a third of it.
-_PROCESSES_BYTES = 900 << 20
+_PROCESSES_BYTES = 800 << 20
 # For how many tokens of context, of all requests together, keys and values are accounted for.
 _CONTEXT_TOKENS = 8192
 _FLOAT_BYTES = 4

@@ -2,6 +2,7 @@
 
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +23,12 @@ _numbers = itertools.count()
 
 @dataclass(slots=True)
 class Reader:
-    """Reads as the stager does. `before` sees every batch of reads first, and may change or delay it."""
+    """Reads as the stager does. `before` sees every batch of reads first, and may change or delay it; with
+    `pause_s` each read waits so long for its turn."""
 
     files: FileReader = field(default_factory=lambda: FileReader(4))
     before: Callable[[list[FileRead]], None] = lambda reads: None
+    pause_s: float = 0.0
     num_reads: int = 0
     num_bytes: int = 0
 
@@ -38,7 +41,14 @@ class Reader:
             self.num_bytes += max(0, num_bytes)
             on_done(index, num_calls, num_bytes)
 
-        self.files.read(changed, count)
+        if not self.pause_s:
+            self.files.read(changed, count)
+            return
+        for index, read in enumerate(changed):
+            time.sleep(self.pause_s)
+            self.files.read(
+                [read], lambda _, num_calls, num_bytes, index=index: count(index, num_calls, num_bytes)
+            )
 
 
 @dataclass(slots=True)
