@@ -1,8 +1,8 @@
 """Computes a layer some of whose experts are not in the pool: asks for them, and takes each as it comes.
 
-Waves are computed one after the other. Of a wave, `gate_up` of an expert begins when its blob is there, and `down`
-when all of them were computed: sums are taken in the same order as always, so that timing changes no bit. The
-blobs of later waves are asked for as early as there are places for them.
+Waves are computed one after the other. Of a wave, `gate_up` of an expert begins when its blob is there, and
+`down` when all of them were computed: sums are taken in the same order as always, so that timing changes no
+bit. The blobs of later waves are asked for as early as there are places for them.
 """
 
 from cpu_worker.expert_pool import (
@@ -59,8 +59,8 @@ def _note_needs(memory: int, layer_address: int, num_waves: int) -> None:
 
 @jitable
 def _ask_for_wave(memory: int, layer_address: int, number: int, present: int) -> bool:
-    """Asks for what a wave needs while the wave `present` is at hand: all of it, if it is that one. Whether it
-    got that."""
+    """Asks for what a wave needs while the wave `present` is at hand: all of it, if it is that one. Whether
+    it got that."""
     wave, layer = wave_at(plan_at(memory).waves + number * WAVE_STRIDE), layer_at(layer_address)
     for place in range(wave.num_groups):
         expert = group_at(wave.groups + place * GROUP_STRIDE).expert

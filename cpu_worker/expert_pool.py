@@ -4,17 +4,17 @@ Every layer has the same number of places of its own. All bookkeeping is done he
 computes experts; the stager is told what to read into which place, and answers with the place's state
 (`shared.work_slots.blob_ring`, `shared.expert_blobs`).
 
-A place is *empty*; or *under way*, asked for and not answered (state 0); or its blob is *there* (1); or its read
-has *failed* (-errno), which the next one who needs the expert finds out, and asks again.
+A place is *empty*; or *under way*, asked for and not answered (state 0); or its blob is *there* (1); or its
+read has *failed* (-errno), which the next one who needs the expert finds out, and asks again.
 
 **What gives way.** Of the layer's places, those whose expert this step does not need any more (or never did),
-the least used first. Uses are counted with a weight that grows by half every `_HALF_LIFE_TOKENS / 2` tokens or
-so, which is what decayed counts are, without touching them all. Only where that gives no place, an expert that a
-later wave of the step needs gives way, the latest one first. Places under way never do, nor those of the wave at
-hand.
+the least used first: uses decay (`cpu_worker.expert_waves`). Only where that gives no place, an expert that a
+later wave of the step needs gives way, the latest one first. Places under way never do, nor those of the wave
+at hand.
 
 **Door.** The ring to a stager, and with it the pool's memory, is exchanged while slots may be served: whoever
-computes says so in `is_in_use` and then looks whether `is_closed`; whoever exchanges does it the other way round.
+computes says so in `is_in_use` and then looks whether `is_closed`; whoever exchanges does it the other way
+round.
 """
 
 import errno
@@ -77,7 +77,8 @@ POOL = fields(
     "place_of",  # [layers, num_experts]
     "expert_of",  # [layers, places_per_layer]
     # Of the layer at hand.
-    "first_wave",  # i32 [num_experts]: the first and the last wave of the step that need an expert; -1 for none
+    # i32 [num_experts]: the first and the last wave of the step that need an expert; -1 for none
+    "first_wave",
     "last_wave",
     "asked",  # i32 [num_experts]: ASKED, BOOKED, or 0
     "batch",  # the slot of the stager's ring that is being filled; 0 for none
@@ -260,8 +261,8 @@ def send(pool_address: int) -> None:
 
 @jitable
 def ask(blobs_address: int, uses_address: int, expert: int, wave: int, is_needed_now: bool) -> bool:
-    """Sees to it that an expert is there or under way, at the time of a wave. False where no place is free for
-    it; and where it is needed now only if it cannot be had, for which `failure` then says the reason."""
+    """Sees to it that an expert is there or under way, at the time of a wave. False where no place is free
+    for it; and where it is needed now only if it cannot be had, for which `failure` then says the reason."""
     blobs = blobs_at(blobs_address)
     pool = pool_at(blobs.pool)
     if _place_number(blobs_address, expert) >= 0:
@@ -295,8 +296,8 @@ def ask(blobs_address: int, uses_address: int, expert: int, wave: int, is_needed
 def await_arrival(pool_address: int, arrived: int) -> bool:
     """Sleeps until more blobs have arrived than that. False where none will come: `failure` has the reason.
 
-    What the stager notes of its progress is passed on to the gpu_worker meanwhile, which else would take a slow
-    disk for a process that is stuck.
+    What the stager notes of its progress is passed on to the gpu_worker meanwhile, which else would take a
+    slow disk for a process that is stuck.
     """
     pool = pool_at(pool_address)
     started = clock_ns()

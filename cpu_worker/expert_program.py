@@ -1,4 +1,5 @@
-"""The program of one layer's experts, for waves 0 to n - 1 (`cpu_worker.expert_tasks` says what the tasks do)::
+"""The program of one layer's experts, for waves 0 to n - 1 (`cpu_worker.expert_tasks` says what the tasks
+do)::
 
     step 0        round the activations
     step 1        gather wave 0
@@ -48,8 +49,8 @@ def groups_row_ns(wave_address: int, width: int) -> float:
 
 @jitable
 def enter_rounding(memory: int, layer_address: int, entry: int) -> tuple[int, float]:
-    """Step 0, if there is anything to round. As all that follow: writes entries from an address on; returns where
-    they end, and what they cost in ns."""
+    """Step 0, if there is anything to round. As all that follow: writes entries from an address on; returns
+    where they end, and what they cost in ns."""
     plan, layer = plan_at(memory), layer_at(layer_address)
     if layer.activation_bytes == 0:
         return entry, 0.0

@@ -1,7 +1,7 @@
 """The records of one layer's experts in a step: what waves and groups there are, and where their memory is.
 
-All records and buffers lie in one piece of memory, which each call lays out anew. What is done with them is for
-`cpu_worker.expert_program`, and `cpu_worker.expert_arrivals`.
+All records and buffers lie in one piece of memory, which each call lays out anew. What is done with them is
+for `cpu_worker.expert_program`, and `cpu_worker.expert_arrivals`.
 """
 
 from typing import Any
@@ -276,8 +276,8 @@ def decay_uses(layer_address: int, num_tokens: int) -> None:
 
 @jitable
 def groups_a_wave(layer_address: int) -> int:
-    """Of a wave whose experts have to be waited for: half of the pool's places, the other half is for what comes
-    next."""
+    """Of a wave whose experts have to be waited for: half of the pool's places, the other half is for what
+    comes next."""
     layer = layer_at(layer_address)
     if layer.blobs == 0:
         return WAVE_ROUTES

@@ -1,7 +1,7 @@
 """The work of expert slots as machine code: a slot of the ring is done without returning to Python.
 
-Left to Python (`cpu_worker.worker`) is a slot that makes no sense or whose experts could not be had, for which
-an error has to be worded, and one for which the team's memory has to grow.
+Left to Python (`cpu_worker.worker`) is a slot that makes no sense or whose experts could not be had, for
+which an error has to be worded, and one for which the team's memory has to grow.
 """
 
 import functools

@@ -14,6 +14,7 @@ from shared.model_config import Qwen4ExpConfig
 _log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_HOW_TO_ENLARGE = "docker: shm_size; elsewhere: mount -o remount,size=... /dev/shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Experts:
 
     @property
     def smallest_pool(self) -> int:
-        """Places of a layer, at least: a wave of a step takes half of them at a time, and one token's experts are
-        one wave."""
+        """Places of a layer, at least: a wave of a step takes half of them at a time, and one token's experts
+        are one wave."""
         return min(2 * self.num_used, self.num_per_layer)
 
 
@@ -49,8 +50,8 @@ class Residency:
 def decide(
     setting: str, budget_gib: float, experts: Experts, memory: Memory, needs: Needs, free_shared: int
 ) -> Residency:
-    """The mode for a setting of `--experts` and `--ram-budget` (0 for none). `free_shared` is what /dev/shm has
-    left for a pool, in bytes. Raises ResourceError for what was asked for and cannot be had."""
+    """The mode for a setting of `--experts` and `--ram-budget` (0 for none). `free_shared` is what /dev/shm
+    has left for a pool, in bytes. Raises ResourceError for what was asked for and cannot be had."""
     if setting == ExpertMode.MAPPED:
         return Residency(ExpertMode.MAPPED)
     above_floor = max(0, memory.available - memory.floor)
@@ -59,9 +60,9 @@ def decide(
         budget = int(budget_gib * _GIB)
         if min(budget, experts.num_bytes) > above_floor:
             raise ResourceError(
-                f"--ram-budget is {budget_gib:g} GiB, but {_gib(memory.available)} GiB of memory are available, of "
-                f"which {_gib(memory.floor)} GiB stay free; lower it to {_gib(above_floor, down=True)}, "
-                "or free memory"
+                f"--ram-budget is {budget_gib:g} GiB, but {_gib(memory.available)} GiB of memory are "
+                f"available, of which {_gib(memory.floor)} GiB stay free; lower it to "
+                f"{_gib(above_floor, down=True)}, or free memory"
             )
         room = budget
     if experts.num_bytes <= room:
@@ -69,21 +70,24 @@ def decide(
     what = _account(budget_gib, memory, needs)
     if setting == ExpertMode.RESIDENT:
         raise ResourceError(
-            f"--experts resident: all experts are {_gib(experts.num_bytes)} GiB, and {_gib(room, down=True)} GiB can "
-            f"be had for them ({what}); free memory, or take --experts auto, which keeps those in use"
+            f"--experts resident: all experts are {_gib(experts.num_bytes)} GiB, and "
+            f"{_gib(room, down=True)} GiB can be had for them ({what}); free memory, or take --experts auto, "
+            "which keeps those in use"
         )
     return _pool(experts, room, free_shared, bool(budget_gib), what)
 
 
 def _pool(experts: Experts, room: int, free_shared: int, is_asked_for: bool, what: str) -> Residency:
-    num_places = min(room, free_shared) // experts.place_bytes
-    needed = experts.smallest_pool * experts.place_bytes
+    most = min(room, free_shared)
+    num_places = most // experts.place_bytes
     if num_places < experts.smallest_pool:
-        short = "shared memory (/dev/shm)" if free_shared < room else "memory"
-        remedy = "enlarge /dev/shm (docker: shm_size)" if free_shared < room else "free memory"
+        is_shared = free_shared < room
+        short = "shared memory (/dev/shm)" if is_shared else "memory"
+        remedy = f"enlarge /dev/shm ({_HOW_TO_ENLARGE})" if is_shared else "free memory"
+        needed = experts.smallest_pool * experts.place_bytes
         reason = (
-            f"a pool of experts needs {_gib(needed)} GiB of {short}, and {_gib(min(room, free_shared), down=True)} GiB "
-            f"can be had ({what})"
+            f"a pool of experts needs {_gib(needed)} GiB of {short}, and {_gib(most, down=True)} GiB can be had "
+            f"({what})"
         )
         if is_asked_for:
             raise ResourceError(f"{reason}; raise --ram-budget, {remedy}, or take --experts mapped")
@@ -91,10 +95,11 @@ def _pool(experts: Experts, room: int, free_shared: int, is_asked_for: bool, wha
         return Residency(ExpertMode.MAPPED)
     if free_shared < min(room, experts.num_per_layer * experts.place_bytes):
         _log.warning(
-            "the pool of experts takes %s GiB, which is what /dev/shm has left; %s GiB of memory could be had for it: "
-            "enlarge /dev/shm (docker: shm_size; elsewhere: mount -o remount,size=... /dev/shm)",
+            "the pool of experts takes %s GiB, which is what /dev/shm has left; %s GiB of memory could be had for "
+            "it: enlarge /dev/shm (%s)",
             _gib(num_places * experts.place_bytes),
             _gib(room, down=True),
+            _HOW_TO_ENLARGE,
         )
     return Residency(ExpertMode.POOL, min(num_places, experts.num_per_layer))
 

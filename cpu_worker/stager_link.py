@@ -1,8 +1,9 @@
-"""The cpu_worker's side of its link to the stager: tells it how experts are kept, and makes the pool it fills.
+"""The cpu_worker's side of its link to the stager: tells it how experts are kept, and makes the pool it
+fills.
 
-Each stager that says Hello gets a ring and a pool of its own, as `docs/decisions/one-segment-per-link.md` says.
-The pool is most of the memory there is, so the one before has to be gone first, and making one takes seconds:
-that is done in a thread, and a stager that comes meanwhile is asked to come again.
+Each stager that says Hello gets a ring and a pool of its own, as `docs/decisions/one-segment-per-link.md`
+says. The pool is most of the memory there is, so the one before has to be gone first, and making one takes
+seconds: that is done in a thread, and a stager that comes meanwhile is asked to come again.
 """
 
 import asyncio
@@ -52,8 +53,8 @@ class StagerListener:
         return told
 
     def make_room(self) -> None:
-        """Makes a ring and a pool for the next stager, if there is to be one. Raises ResourceError where shared
-        memory does not suffice."""
+        """Makes a ring and a pool for the next stager, if there is to be one. Raises ResourceError where
+        shared memory does not suffice."""
         if self.pool is None:
             return
         places = self._residency.places_per_layer

@@ -26,8 +26,8 @@ from shared.work_slots import ExpertHeader, expert_ring, shared_memory_needed
 
 _log = logging.getLogger(__name__)
 
-# What the gpu_worker's rings may take of shared memory: steps of more tokens than by default, twice, since those
-# of a predecessor may not be gone yet.
+# What the gpu_worker's rings may take of shared memory: steps of more tokens than by default, twice, since
+# those of a predecessor may not be gone yet.
 _RING_TOKENS, _RING_STEPS = 1024, 2
 
 

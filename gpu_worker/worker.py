@@ -167,8 +167,8 @@ class GpuWorker:
         )
 
     def _keep_dense_weights(self, names: Sequence[str]) -> None:
-        """Locks what every token needs in RAM, where that is allowed, so that nothing that is read beside it makes
-        the page cache give it up. The embedding is read by rows, unless it is the output matrix too."""
+        """Locks what every token needs in RAM, where that is allowed, so that nothing that is read beside it
+        makes the page cache give it up. The embedding is read by rows, unless it is the output matrix too."""
         model = self._context.model
         kept = [name for name in names if name != "token_embd.weight" or "output.weight" not in model]
         num_bytes = sum(model.info(name).num_bytes for name in kept)

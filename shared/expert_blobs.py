@@ -37,8 +37,8 @@ class ExpertMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlobPart:
-    """One matrix of all experts of a layer: `num_bytes` for each expert, one after the other from `offset` of the
-    file; and where its pages begin in a place."""
+    """One matrix of all experts of a layer: `num_bytes` for each expert, one after the other from `offset` of
+    the file; and where its pages begin in a place."""
 
     file: GGUFFile
     offset: int

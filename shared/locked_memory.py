@@ -11,8 +11,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def lock_memory(address: int, num_bytes: int) -> None:
-    """Brings pages into RAM and keeps them there as long as they are mapped. Whole pages: of the first and last
-    one what lies beside the range too. Raises OSError where that is not allowed, or they cannot be read."""
+    """Brings pages into RAM and keeps them there as long as they are mapped. Whole pages: of the first and
+    last one what lies beside the range too. Raises OSError where that is not allowed, or they cannot be
+    read."""
     if _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -34,6 +35,6 @@ def lock_refusal(num_bytes: int, error: OSError) -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
     return (
-        f"{num_bytes / 2**30:.2f} GiB cannot be locked in RAM ({error.strerror}); the limit for locked memory "
+        f"{num_bytes / 2**30:.2f} GiB cannot be locked in RAM ({error.strerror}); the limit of locked memory "
         f"(RLIMIT_MEMLOCK) is {allowed}: raise it (ulimit -l unlimited; docker: ulimits: memlock: -1)"
     )

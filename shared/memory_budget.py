@@ -1,12 +1,12 @@
 """How much memory there is for experts: what is available, what must stay free, what else will be needed.
 
-*Available* is what the kernel could give without swapping: MemAvailable, or what a control group (of version 1
-or 2, or one above it) leaves to its limit, whichever is less. Pages of files count as available there, since
-they can be given back; what of them will be needed all the time is subtracted as a need.
+*Available* is what the kernel could give without swapping: MemAvailable, or what a control group (of version
+1 or 2, or one above it) leaves to its limit, whichever is less. Pages of files count as available there,
+since they can be given back; what of them will be needed all the time is subtracted as a need.
 
-The *floor* is what loading never takes: a sixteenth of all memory (of the machine, or of the group that limits
-it), and at least 128 MiB. It is for what cannot be known: other programs, and pages of files that are read
-again and again.
+The *floor* is what loading never takes: a sixteenth of all memory (of the machine, or of the group that
+limits it), and at least 128 MiB. It is for what cannot be known: other programs, and pages of files that are
+read again and again.
 
 *Needs* are what the stack will take beside experts. Estimates, each said to the log; `--ram-budget` overrules
 them, but not the floor.
@@ -42,8 +42,8 @@ _NOT_DENSE = {
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What this process and its peers can have, in bytes. `total` is of the machine, or of the group whose limit
-    `available` comes from."""
+    """What this process and its peers can have, in bytes. `total` is of the machine, or of the group whose
+    limit `available` comes from."""
 
     total: int
     available: int

@@ -48,8 +48,8 @@ class Hello(Message, frozen=True):
 
 
 class Init(Message, frozen=True):
-    """Binding -> connecting. Answers Hello; `segment` is the ring the peer is to serve, if any. Its shape follows
-    from `ring_tokens`, the tokens of the largest step, or, between cpu_worker and stager, from
+    """Binding -> connecting. Answers Hello; `segment` is the ring the peer is to serve, if any. Its shape
+    follows from `ring_tokens`, the tokens of the largest step, or, between cpu_worker and stager, from
     `places_per_layer`. `experts` is how the cpu_worker has decided to keep experts (`ExpertMode`)."""
 
     incarnation: str

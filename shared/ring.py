@@ -2,8 +2,8 @@
 
 ::
 
-    segment:  | submitted | completed | server sleeps | client sleeps | in use | status | slot 0 | ... | common |
-    slot:     | the caller's arrays | error |                                      the words are u64
+    segment:  | submitted | completed | server sleeps | client sleeps | in use | status | slot 0 | ... |
+    common | slot:     | the caller's arrays | error |                                      the words are u64
 
     client                                     server
     ------                                     ------

@@ -4,9 +4,9 @@ Its link to the gateway stands from the start, so that loading shows; its link t
 has loaded. Whenever a gpu_worker appears it sends a fresh ring, which a thread then serves; when it goes, the
 thread ends and the ring is let go.
 
-The stager serves a ring of the cpu_worker too, in the same way and a thread of its own. That link comes first:
-the gpu_worker sees a stager only while that has a cpu_worker, so that no step begins whose experts nobody reads.
-The cpu_worker is the binding side there, and waits for nobody.
+The stager serves a ring of the cpu_worker too, in the same way and a thread of its own. That link comes
+first: the gpu_worker sees a stager only while that has a cpu_worker, so that no step begins whose experts
+nobody reads. The cpu_worker is the binding side there, and waits for nobody.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ class RingWork:
     capabilities: Mapping[str, int | float | str] = field(default_factory=dict)
     """What the gateway is told of the process, once it has loaded."""
     prepare: Callable[[Init], None] | None = None
-    """What has to be done before the process is ready for who sent Init; may take long, and runs in a thread."""
+    """What has to be done before the process is ready for who sent Init; may take long, and runs in a
+    thread."""
     opened: Callable[[RingServer, Init], None] | None = None
     """Is told of each ring before its first slot."""
     listener: ServerListener | None = None
@@ -114,8 +115,8 @@ class _Attachments:
 
 
 class RingListener:
-    """Attaches to the ring of each process of a role in turn and serves it in a thread. `work` is None where the
-    model has nothing for this process to do; it is then ready all the same."""
+    """Attaches to the ring of each process of a role in turn and serves it in a thread. `work` is None where
+    the model has nothing for this process to do; it is then ready all the same."""
 
     def __init__(
         self,
@@ -196,8 +197,9 @@ async def run_ring_worker(
     on_gateway_message: Callable[[FromBinding], None] | None = None,
     load_first: Callable[[], RingWork] | None = None,
 ) -> None:
-    """Runs the process until it has drained. `load` runs in a thread and may take long. `load_first` does likewise
-    for the ring of the cpu_worker, to which the process attaches before it attaches to the gpu_worker."""
+    """Runs the process until it has drained. `load` runs in a thread and may take long. `load_first` does
+    likewise for the ring of the cpu_worker, to which the process attaches before it attaches to the
+    gpu_worker."""
     gateway_listener = GatewayListener(context, on_gateway_message)
     links = _Links(context)
     async with asyncio.TaskGroup() as group:

@@ -1,4 +1,5 @@
-"""What the slots of the rings hold: expert work for the cpu_worker, n-gram rows and expert blobs from the stager.
+"""What the slots of the rings hold: expert work for the cpu_worker, n-gram rows and expert blobs from the
+stager.
 
 Both sides of a ring build its shape from the model's metadata and a number that Init announces (tokens in a
 step, places of a layer), so neither tells the other where an array lies.
@@ -59,10 +60,10 @@ def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
 
     In: `activations` [tokens, hidden], `expert_ids` and `expert_weights` [tokens, experts used].
     A negative id is a route that is not the cpu_worker's.
-    Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in their order. And where blobs
-    had to be read: how many of a token's routes led to one of them (`disk_routes`), and the reads of gate, up
-    and down that were made (`reads`) and their bytes (`read_bytes`). A blob's reads are those of the first token
-    that chose it.
+    Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in their order. And where
+    blobs had to be read: how many of a token's routes led to one of them (`disk_routes`), and the reads of
+    gate, up and down that were made (`reads`) and their bytes (`read_bytes`). A blob's reads are those of the
+    first token that chose it.
     """
     routes = (max_tokens, config.num_experts_used)
     return RingShape(
@@ -106,13 +107,13 @@ def ngram_ring(config: NgramConfig, max_tokens: int) -> RingShape:
 def blob_ring(num_layers: int, places_per_layer: int, pool_bytes: int) -> RingShape:
     """cpu_worker -> stager: blobs of one layer's experts that are to be read into places of the pool.
 
-    In: `experts` and `places` [count], the places counted within the layer; a place that is named is the stager's
-    until its state says otherwise.
+    In: `experts` and `places` [count], the places counted within the layer; a place that is named is the
+    stager's until its state says otherwise.
     Common: for each place of the pool, `places_per_layer` for each layer in turn, its `states` (0 while it is
-    being read, 1 when the blob is there, -errno where it cannot be read), set to 0 by the cpu_worker before it
-    asks; the `reads` that were made for it and their `read_bytes`, written before the state. `arrived` counts
-    blobs whose state has changed, and is what the cpu_worker sleeps on. `pool` holds the places from its first
-    whole page on (`shared.expert_blobs`).
+    being read, 1 when the blob is there, -errno where it cannot be read), set to 0 by the cpu_worker before
+    it asks; the `reads` that were made for it and their `read_bytes`, written before the state. `arrived`
+    counts blobs whose state has changed, and is what the cpu_worker sleeps on. `pool` holds the places from
+    its first whole page on (`shared.expert_blobs`).
     """
     num_places = num_layers * places_per_layer
     return RingShape(

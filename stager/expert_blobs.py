@@ -1,7 +1,7 @@
 """Serves the cpu_worker's blob ring: reads blobs of experts into the places they are to go to.
 
-What is in which place is the cpu_worker's business; here it is read, and the place's state written when its three
-parts are there, whatever else of the slot is still under way.
+What is in which place is the cpu_worker's business; here it is read, and the place's state written when its
+three parts are there, whatever else of the slot is still under way.
 """
 
 import errno

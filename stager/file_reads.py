@@ -1,8 +1,9 @@
-"""Reads ranges of files into memory, many at the same time, past the page cache where the file system allows it.
+"""Reads ranges of files into memory, many at the same time, past the page cache where the file system allows
+it.
 
-A range is read as the whole pages it touches, since that is what direct I/O reads. Where a file cannot be read
-directly it is read through the page cache, whose pages are given back at once: what is read here is kept by
-whoever asked for it.
+A range is read as the whole pages it touches, since that is what direct I/O reads. Where a file cannot be
+read directly it is read through the page cache, whose pages are given back at once: what is read here is kept
+by whoever asked for it.
 """
 
 import errno
@@ -26,8 +27,8 @@ OnDone = Callable[[int, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """Bytes `offset` to `offset + num_bytes` of a file. `into` begins on a page and has all the pages that the
-    range touches: the byte at `offset` comes to lie `offset % mmap.PAGESIZE` bytes from its begin."""
+    """Bytes `offset` to `offset + num_bytes` of a file. `into` begins on a page and has all the pages that
+    the range touches: the byte at `offset` comes to lie `offset % mmap.PAGESIZE` bytes from its begin."""
 
     path: Path
     offset: int

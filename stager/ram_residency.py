@@ -1,7 +1,7 @@
 """Keeps all experts of a model in RAM: reads them, and locks their pages where that is allowed.
 
-Pages of a mapped file are the same ones in every process: locked here, they stay in RAM for the cpu_worker too,
-as long as this process lives.
+Pages of a mapped file are the same ones in every process: locked here, they stay in RAM for the cpu_worker
+too, as long as this process lives.
 """
 
 import errno

@@ -1,5 +1,5 @@
-"""The stager at work: serves the n-gram ring of the gpu_worker and the blob ring of the cpu_worker, and takes the
-gateway's hints."""
+"""The stager at work: serves the n-gram ring of the gpu_worker and the blob ring of the cpu_worker, and takes
+the gateway's hints."""
 
 import logging
 import os

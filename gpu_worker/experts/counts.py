@@ -1,7 +1,7 @@
 """What the routed experts of a step had to be read for, token by token, added up over its layers.
 
-The cpu_worker says it in the slot of each layer (`shared.work_slots.expert_ring`). Where layers are computed in
-machine code, that adds it up too (`gpu_worker.native.layer_loop`).
+The cpu_worker says it in the slot of each layer (`shared.work_slots.expert_ring`). Where layers are computed
+in machine code, that adds it up too (`gpu_worker.native.layer_loop`).
 """
 
 from dataclasses import dataclass

@@ -149,8 +149,8 @@ class GGUFFile:
         self._map.madvise(mmap.MADV_WILLNEED, start, min(num_bytes, self._size - start))
 
     def populate(self, start: int, num_bytes: int) -> None:
-        """Returns when a page-aligned range is in RAM. Raises OSError where it cannot be read; a kernel that does
-        not know how (before 5.14) reads it later."""
+        """Returns when a page-aligned range is in RAM. Raises OSError where it cannot be read; a kernel that
+        does not know how (before 5.14) reads it later."""
         try:
             self._map.madvise(_MADV_POPULATE_READ, start, num_bytes)
         except OSError as error:
@@ -158,7 +158,8 @@ class GGUFFile:
                 raise
 
     def lock(self, start: int, num_bytes: int) -> None:
-        """Keeps a page-aligned range in RAM until the file is closed. Raises OSError where that is not allowed."""
+        """Keeps a page-aligned range in RAM until the file is closed. Raises OSError where that is not
+        allowed."""
         lock_memory(np.frombuffer(self._map, np.uint8).ctypes.data + start, num_bytes)
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""A pool of experts and the stager that fills it, in this process: the real ring, the real reads, a thread."""
+"""A pool of experts and the stager that fills it, in this process: the real ring, the real reads, a
+thread."""
 
 import itertools
 import secrets

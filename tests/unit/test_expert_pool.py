@@ -1,5 +1,5 @@
-"""Experts from a pool smaller than a layer: the same bits as from the mapped file, whatever is read when; and what
-the pool knows of its places is true."""
+"""Experts from a pool smaller than a layer: the same bits as from the mapped file, whatever is read when; and
+what the pool knows of its places is true."""
 
 import mmap
 import random
@@ -94,8 +94,8 @@ def some_late(reads: list[FileRead]) -> None:
 
 @pytest.mark.parametrize("places", [6, 7, 13, NUM_EXPERTS])
 def test_the_same_bits_as_mapped(file: GGUFModel, team: Team, places: int) -> None:
-    """Steps of all sizes by turns: one token, windows, and prompts that need every expert of a layer, and more
-    routes than a wave has. Layers take turns, so that places are reused while others are kept."""
+    """Steps of all sizes by turns: one token, windows, and prompts that need every expert of a layer, and
+    more routes than a wave has. Layers take turns, so that places are reused while others are kept."""
     sizes = [1, 1, 2, 5, 1, 40, 1, 3, 700, 1, 9, 1]
     mapped = [ExpertLayer(file, layer) for layer in range(2)]
     with pooled(file, places) as ours:
@@ -158,8 +158,8 @@ def blob_in_pool(ours: Pooled, file: GGUFModel, layer: int, place: int, expert: 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_what_the_table_says_is_true(file: GGUFModel, team: Team, data: st.DataObject) -> None:
-    """After any steps: no expert in two places, none of the step's missing from a pool that could hold it, every
-    place has the bytes of the expert it is said to have, and what was read is what was booked."""
+    """After any steps: no expert in two places, none of the step's missing from a pool that could hold it,
+    every place has the bytes of the expert it is said to have, and what was read is what was booked."""
     places = data.draw(st.integers(2 * NUM_USED, NUM_EXPERTS))
     with pooled(file, places) as ours:
         for number in range(data.draw(st.integers(1, 6))):
@@ -233,8 +233,8 @@ def from_nowhere(reads: list[FileRead]) -> None:
 def test_a_blob_that_cannot_be_read(
     file: GGUFModel, team: Team, spoil: Callable[[list[FileRead]], None], reason: str
 ) -> None:
-    """Fails the computation that needs it, with expert, file and reason; those that do not need it go on, and the
-    next one that does asks again."""
+    """Fails the computation that needs it, with expert, file and reason; those that do not need it go on, and
+    the next one that does asks again."""
     step = routes(1, 3)
     expert = sorted(set(step[1][0].tolist()))[-NUM_USED:][0]
     with pooled(file, 6) as ours:
@@ -334,8 +334,8 @@ def test_only_the_slot_that_needs_it_fails(
 
 
 def test_a_slow_disk_is_no_stall(file: GGUFModel, team: Team, ring: RingClient) -> None:
-    """Reads that complete are progress to who waits for the slot, though all together take longer than it would
-    wait for one."""
+    """Reads that complete are progress to who waits for the slot, though all together take longer than it
+    would wait for one."""
     x, weights = np.ones((1, HIDDEN), np.float32), np.ones((1, NUM_USED), np.float32)
     with pooled(file, 6) as ours, serving(ours, ring, team, natively=True):
         # Nine reads, one after the other.

@@ -1,4 +1,5 @@
-"""Reads of ranges into whole pages: the right bytes wherever they lie, and the right error where there are none."""
+"""Reads of ranges into whole pages: the right bytes wherever they lie, and the right error where there are
+none."""
 
 import errno
 import mmap
@@ -32,8 +33,8 @@ def reader() -> Iterator[FileReader]:
 
 
 def read(reader: FileReader, path: Path, ranges: list[tuple[int, int]]) -> list[tuple[int, int, bytes]]:
-    """Reads ranges (offset, length) all at once: for each the calls, the result, and what lies where the range
-    should."""
+    """Reads ranges (offset, length) all at once: for each the calls, the result, and what lies where the
+    range should."""
     done: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
     memory = [mmap.mmap(-1, (num_bytes // mmap.PAGESIZE + 2) * mmap.PAGESIZE) for _, num_bytes in ranges]
     reads = [

@@ -92,7 +92,8 @@ def test_a_group_that_is_over_its_limit(machine: Path) -> None:
 
 
 def test_what_else_is_needed(tmp_path: Path) -> None:
-    """Everything but experts, table and embedding; less where it is held already, but never less than nothing."""
+    """Everything but experts, table and embedding; less where it is held already, but never less than
+    nothing."""
     with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as model:
         config = read_model_config(model)
         needs = needs_of(model, config, Held(private=0, locked=0))

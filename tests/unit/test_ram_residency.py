@@ -1,4 +1,5 @@
-"""Experts that are read and locked at start: all pages, once, and the right words where that is not allowed."""
+"""Experts that are read and locked at start: all pages, once, and the right words where that is not
+allowed."""
 
 import errno
 import os

@@ -42,8 +42,9 @@ def test_all_that_fit_are_resident(setting: str) -> None:
 def test_resident_is_refused_where_they_do_not_fit() -> None:
     """With what is needed, what there is, what stays free, and what to do."""
     message = (
-        r"^--experts resident: all experts are 40\.00 GiB, and 23\.00 GiB can be had for them \(available 28\.00, "
-        r"of which 2\.00 stay free; dense weights 2\.00, context 0\.50, processes 0\.50\); free memory, or take"
+        r"^--experts resident: all experts are 40\.00 GiB, and 23\.00 GiB can be had for them "
+        r"\(available 28\.00, of which 2\.00 stay free; dense weights 2\.00, context 0\.50, processes 0\.50\); "
+        r"free memory, or take"
     )
     with pytest.raises(ResourceError, match=message):
         decided("resident")
@@ -58,20 +59,27 @@ def test_auto_makes_a_pool_of_what_is_free() -> None:
 
 
 def test_a_budget_does_not_go_below_the_floor() -> None:
-    """It overrules what is kept for other needs, not the floor; nor is more asked for than there are experts."""
+    """It overrules what is kept for other needs, not the floor; nor is more asked for than there are
+    experts."""
     assert decided(budget=26).mode is ExpertMode.POOL
-    message = r"--ram-budget is 27 GiB, but 28\.00 GiB of memory are available, of which 2\.00 GiB stay free; lower it to 26\.00"
+    message = (
+        r"--ram-budget is 27 GiB, but 28\.00 GiB of memory are available, of which 2\.00 GiB stay free; "
+        r"lower it to 26\.00"
+    )
     with pytest.raises(ResourceError, match=message):
         decided(budget=27)
     assert decided(budget=200, memory=ROOMY).mode is ExpertMode.RESIDENT
 
 
 def test_a_pool_has_a_smallest_size(caplog: pytest.LogCaptureFixture) -> None:
-    """Twenty places for ten experts used: a budget below that is refused; where that is all there is, experts are
-    left to the page cache, which is said."""
+    """Twenty places for ten experts used: a budget below that is refused; where that is all there is, experts
+    are left to the page cache, which is said."""
     smallest = 20 * 80 / 1024
     assert decided(budget=smallest).places_per_layer == 20
-    message = r"a pool of experts needs 1\.57 GiB of memory, and 1\.50 GiB can be had \(--ram-budget 1\.5\); raise --ram-budget"
+    message = (
+        r"a pool of experts needs 1\.57 GiB of memory, and 1\.50 GiB can be had \(--ram-budget 1\.5\); "
+        r"raise --ram-budget"
+    )
     with pytest.raises(ResourceError, match=message):
         decided(budget=1.5)
     assert decided(memory=NONE) == Residency(ExpertMode.MAPPED)
@@ -81,7 +89,7 @@ def test_a_pool_has_a_smallest_size(caplog: pytest.LogCaptureFixture) -> None:
 def test_shared_memory_bounds_the_pool(caplog: pytest.LogCaptureFixture) -> None:
     """With a word on how to have more of it."""
     assert decided(free_shared=8 * GIB) == Residency(ExpertMode.POOL, 8 * 1024 // 80)
-    assert "8.00 GiB, which is what /dev/shm has left" in caplog.text.replace("7.97", "8.00")
+    assert "takes 7.97 GiB, which is what /dev/shm has left; 23.00 GiB of memory could be had" in caplog.text
     assert "docker: shm_size" in caplog.text
     with pytest.raises(ResourceError, match=r"of shared memory \(/dev/shm\).*enlarge /dev/shm"):
         decided(budget=20, free_shared=GIB)
