@@ -34,8 +34,10 @@ from shared.native.records import fields, reader
 from shared.quants.jit import jitable
 from shared.quants.matrix import MATRIX, PLANE
 
-USE_HALF_LIFE_TOKENS = 256
-"""After so many tokens a use of an expert counts half."""
+USE_HALF_LIFE_TOKENS = 128.0
+"""After so many tokens a use of an expert counts half. A step counts as no more tokens than that, so that a
+prompt whose experts are not those of the answer does not make all others forgotten
+(`benchmarks.replacement`)."""
 _MOST_USE_WEIGHT = 1e30
 
 # Addresses in the memory, and what the layout follows from.
@@ -238,7 +240,9 @@ def write_waves(memory: int, layer_address: int, out: int, most_groups: int) -> 
     """
     plan, layer = plan_at(memory), layer_at(layer_address)
     counts, num_experts = integers_at(plan.counts), layer.num_experts
-    uses, use_weight = floats_at(layer.uses), floats_at(layer.use_weight)[0]
+    uses = floats_at(layer.uses)
+    share = np.float32(_counted_tokens(plan.num_tokens) / plan.num_tokens)
+    use_weight = floats_at(layer.use_weight)[0] * share
     num_waves = num_chosen = start = 0
     wave_address, groups = 0, plan.groups
     for expert in range(num_experts):
@@ -262,11 +266,17 @@ def write_waves(memory: int, layer_address: int, out: int, most_groups: int) -> 
 
 
 @jitable
+def _counted_tokens(num_tokens: int) -> float:
+    """As how many tokens those of a step count."""
+    return min(float(num_tokens), USE_HALF_LIFE_TOKENS)
+
+
+@jitable
 def decay_uses(layer_address: int, num_tokens: int) -> None:
     """Lets what comes later count more, which is the same as to let what was before count less."""
     layer = layer_at(layer_address)
     weight = floats_at(layer.use_weight)
-    weight[0] *= np.float32(2.0 ** (num_tokens / USE_HALF_LIFE_TOKENS))
+    weight[0] *= np.float32(2.0 ** (_counted_tokens(num_tokens) / USE_HALF_LIFE_TOKENS))
     if weight[0] > _MOST_USE_WEIGHT:
         uses = floats_at(layer.uses)
         for expert in range(layer.num_experts):

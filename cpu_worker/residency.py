@@ -86,8 +86,8 @@ def _pool(experts: Experts, room: int, free_shared: int, is_asked_for: bool, wha
         remedy = f"enlarge /dev/shm ({_HOW_TO_ENLARGE})" if is_shared else "free memory"
         needed = experts.smallest_pool * experts.place_bytes
         reason = (
-            f"a pool of experts needs {_gib(needed)} GiB of {short}, and {_gib(most, down=True)} GiB can be had "
-            f"({what})"
+            f"a pool of experts needs {_gib(needed)} GiB of {short}, and {_gib(most, down=True)} GiB can be "
+            f"had ({what})"
         )
         if is_asked_for:
             raise ResourceError(f"{reason}; raise --ram-budget, {remedy}, or take --experts mapped")
@@ -95,8 +95,8 @@ def _pool(experts: Experts, room: int, free_shared: int, is_asked_for: bool, wha
         return Residency(ExpertMode.MAPPED)
     if free_shared < min(room, experts.num_per_layer * experts.place_bytes):
         _log.warning(
-            "the pool of experts takes %s GiB, which is what /dev/shm has left; %s GiB of memory could be had for "
-            "it: enlarge /dev/shm (%s)",
+            "the pool of experts takes %s GiB, which is what /dev/shm has left; %s GiB of memory could "
+            "be had for it: enlarge /dev/shm (%s)",
             _gib(num_places * experts.place_bytes),
             _gib(room, down=True),
             _HOW_TO_ENLARGE,

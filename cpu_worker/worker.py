@@ -113,7 +113,7 @@ class CpuWorker:
             config.experts,
             config.ram_budget,
             experts_of(model_config, layout),
-            read_memory(),
+            read_memory().with_locked(held),
             needs_of(context.model, model_config, held),
             free_shared_memory() - _RING_STEPS * shared_memory_needed(model_config, _RING_TOKENS),
         )

@@ -19,6 +19,11 @@ def lock_memory(address: int, num_bytes: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def unlock_memory(address: int, num_bytes: int) -> None:
+    """Undoes `lock_memory`, as far as it was done."""
+    _libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
+
+
 def may_lock(num_bytes: int, status: Path = Path("/proc/self/status")) -> bool:
     """Whether this process may lock so much: by its limit, or because it is privileged (CAP_IPC_LOCK)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -14,7 +14,7 @@ them, but not the floor.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shared.gguf.model import GGUFModel
@@ -52,6 +52,10 @@ class Memory:
     def floor(self) -> int:
         """What has to stay free."""
         return max(_SMALLEST_FLOOR, self.total // _FLOOR_PART)
+
+    def with_locked(self, held: "Held") -> "Memory":
+        """As if the stack had locked nothing: what it has locked is what it would take again."""
+        return replace(self, available=min(self.total, self.available + held.locked))
 
 
 def read_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Memory:
@@ -96,14 +100,14 @@ def _group(folder: Path, limit_name: str, usage_name: str, prefix: str) -> Memor
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the stack will take beside experts, beyond what it has already, in bytes."""
+    """What the stack will take beside experts, in bytes."""
 
     dense: int
     """Weights that every token needs, where the file maps them."""
     context: int
     """Keys and values."""
     processes: int
-    """Programs, and what they keep in their own memory."""
+    """Programs, and what they keep in their own memory, beyond what they have already."""
 
     @property
     def total(self) -> int:
@@ -112,14 +116,14 @@ class Needs:
 
 
 def needs_of(model: GGUFModel, config: Qwen4ExpConfig, held: "Held") -> Needs:
-    """What a stack with this model will take, less what it holds."""
+    """What a stack with this model will take, less what it has of that already."""
     dense = sum(model.info(name).num_bytes for name in model if classify(name, config) not in _NOT_DENSE)
     if "output.weight" not in model:
         dense += model.info("token_embd.weight").num_bytes
     num_attention = sum(not recurrent for recurrent in config.is_recurrent)
     key_and_value = 2 * config.num_kv_heads * config.head_dim + config.indexer.head_dim
     return Needs(
-        dense=max(0, dense - held.locked),
+        dense=dense,
         context=num_attention * key_and_value * _FLOAT_BYTES * min(_CONTEXT_TOKENS, config.context_length),
         processes=max(0, _PROCESSES_BYTES - held.private) + _BUFFERS_BYTES,
     )

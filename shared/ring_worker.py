@@ -49,6 +49,8 @@ class RingWork:
     prepare: Callable[[Init], None] | None = None
     """What has to be done before the process is ready for who sent Init; may take long, and runs in a
     thread."""
+    release: Callable[[], None] | None = None
+    """Undoes that when who sent it is lost; in a thread too."""
     opened: Callable[[RingServer, Init], None] | None = None
     """Is told of each ring before its first slot."""
     listener: ServerListener | None = None
@@ -168,6 +170,8 @@ class RingListener:
             await asyncio.to_thread(self._thread.join)
             self._server.close()
             self._server = self._thread = None
+        if self._work is not None and self._work.release is not None:
+            await load_in_thread(self._work.release)
         self._attachments.lost(self._server_role)
 
     def heartbeat(self) -> Heartbeat:

@@ -1,12 +1,14 @@
 """Keeps all experts of a model in RAM: reads them, and locks their pages where that is allowed.
 
 Pages of a mapped file are the same ones in every process: locked here, they stay in RAM for the cpu_worker
-too, as long as this process lives.
+too. They are released when it is lost, so that its successor decides by the memory there is, wherever it
+runs.
 """
 
 import errno
 import logging
 import mmap
+import threading
 from collections.abc import Callable
 
 from shared.errors import ModelFileError, ResourceError
@@ -36,19 +38,28 @@ class RamResidency:
         self._num_bytes = sum(model.info(name).num_bytes for name in tensors)
         self._report = report
         self._is_held = False
+        # Held while pages are locked or released; the event asks whoever locks to leave it.
+        self._turn = threading.Lock()
+        self._is_released = threading.Event()
 
     def hold(self, *, is_required: bool) -> None:
-        """Reads all experts, and locks them. Does nothing where they are held already.
+        """Reads all experts, and locks them; returns early where they are released meanwhile. Does nothing
+        where they are held already.
 
         Where they may not be locked: raises ResourceError if that `is_required`, else says so and goes on.
         Raises ModelFileError where they cannot be read.
         """
-        if self._is_held:
-            return
+        with self._turn:
+            if not self._is_held:
+                self._hold(is_required)
+
+    def _hold(self, is_required: bool) -> None:
         locks = may_lock(self._num_bytes)
         if not locks:
             self._not_locked(OSError(errno.EPERM, "not permitted"), is_required)
         for number, (file, start, num_bytes) in enumerate(self._pieces):
+            if self._is_released.is_set():
+                return
             self._report("reading experts into RAM", number / len(self._pieces))
             for ahead, first, count in self._pieces[number : number + _PIECES_AHEAD]:
                 ahead.will_need(first, count)
@@ -67,6 +78,15 @@ class RamResidency:
         self._is_held = True
         how = "locked" if locks else "not locked"
         _log.info("all experts are in RAM: %.2f GiB, %s", self._num_bytes / _GIB, how)
+
+    def release(self) -> None:
+        """Locks nothing any more. What was read stays as long as there is room for it."""
+        self._is_released.set()
+        with self._turn:
+            for file, start, num_bytes in self._pieces:
+                file.unlock(start, num_bytes)
+            self._is_held = False
+            self._is_released.clear()
 
     def _not_locked(self, error: OSError, is_required: bool) -> None:
         refusal = lock_refusal(self._num_bytes, error)

@@ -97,6 +97,7 @@ class Stager:
             serve=service,
             close=reader.close,
             prepare=prepare,
+            release=residency.release,
             opened=lambda ring, init: service.open(ring, init.places_per_layer),
         )
 

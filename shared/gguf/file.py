@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shared.errors import ModelFileError, UnsupportedModelError
 from shared.gguf.types import TensorType, tensor_type
-from shared.locked_memory import lock_memory
+from shared.locked_memory import lock_memory, unlock_memory
 
 _MAGIC = b"GGUF"
 _SUPPORTED_VERSIONS = (2, 3)
@@ -161,6 +161,10 @@ class GGUFFile:
         """Keeps a page-aligned range in RAM until the file is closed. Raises OSError where that is not
         allowed."""
         lock_memory(np.frombuffer(self._map, np.uint8).ctypes.data + start, num_bytes)
+
+    def unlock(self, start: int, num_bytes: int) -> None:
+        """Lets a range be given up again that was locked; nothing happens where it was not."""
+        unlock_memory(np.frombuffer(self._map, np.uint8).ctypes.data + start, num_bytes)
 
     def close(self) -> None:
         """Unmaps the file; views taken from it must be gone (BufferError otherwise)."""

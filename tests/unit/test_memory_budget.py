@@ -92,8 +92,7 @@ def test_a_group_that_is_over_its_limit(machine: Path) -> None:
 
 
 def test_what_else_is_needed(tmp_path: Path) -> None:
-    """Everything but experts, table and embedding; less where it is held already, but never less than
-    nothing."""
+    """Everything but experts, table and embedding; of processes, what they have not taken already."""
     with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as model:
         config = read_model_config(model)
         needs = needs_of(model, config, Held(private=0, locked=0))
@@ -105,9 +104,16 @@ def test_what_else_is_needed(tmp_path: Path) -> None:
         # Two heads of keys and values of 32 each, one of the indexer, for the 512 tokens there can be.
         assert needs.context == 4 * 512 * (2 * 32 + 32)
         held = needs_of(model, config, Held(private=100 * MIB, locked=1000))
-        assert held.dense == needs.dense - 1000
+        assert held.dense == needs.dense
         assert needs.processes - held.processes == 100 * MIB
-        assert needs_of(model, config, Held(private=1 << 40, locked=1 << 40)).dense == 0
+        assert needs_of(model, config, Held(private=1 << 40, locked=0)).processes >= 0
+
+
+def test_what_the_stack_has_locked_is_its_own() -> None:
+    """A cpu_worker that comes back finds all experts locked by the stager: they still fit."""
+    memory = Memory(total=64 << 30, available=10 << 30)
+    assert memory.with_locked(Held(private=0, locked=40 << 30)).available == 50 << 30
+    assert memory.with_locked(Held(private=0, locked=60 << 30)).available == 64 << 30
 
 
 def test_what_the_stack_holds() -> None:

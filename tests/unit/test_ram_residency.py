@@ -3,6 +3,7 @@ allowed."""
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def test_every_expert_is_locked(
     count = len(locked)
     keeping.hold(is_required=True)
     assert len(locked) == count
+    released: list[Range] = []
+    monkeypatch.setattr(
+        GGUFFile, "unlock", lambda self, start, num_bytes: released.append((start, num_bytes))
+    )
+    keeping.release()
+    assert released == locked
+    keeping.hold(is_required=True)
+    assert len(locked) == 2 * count
 
 
 @pytest.mark.parametrize("is_known_before", [True, False])
@@ -86,6 +95,33 @@ def test_a_lock_that_is_not_allowed(
         residency(file).hold(is_required=True)
     residency(file).hold(is_required=False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_released_while_it_reads(
+    file: GGUFModel, locked: list[Range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is told to stop does not read on; who begins anew holds all of it."""
+    keeping = residency(file)
+    begun, proceed = threading.Event(), threading.Event()
+
+    def wait(self: GGUFFile, start: int, num_bytes: int) -> None:
+        begun.set()
+        assert proceed.wait(10)
+
+    monkeypatch.setattr(GGUFFile, "populate", wait)
+    holding = threading.Thread(target=lambda: keeping.hold(is_required=True))
+    holding.start()
+    assert begun.wait(10)
+    releasing = threading.Thread(target=keeping.release)
+    releasing.start()
+    while not keeping._is_released.is_set():
+        threading.Event().wait(1e-3)
+    proceed.set()
+    holding.join(10)
+    releasing.join(10)
+    assert len(locked) == 1
+    keeping.hold(is_required=True)
+    assert len(locked) == 1 + len(keeping._pieces)
 
 
 def test_experts_that_cannot_be_read(
