@@ -17,6 +17,7 @@ computes says so in `is_in_use` and then looks whether `is_closed`; whoever exch
 round.
 """
 
+import copy
 import errno
 import mmap
 import os
@@ -469,7 +470,8 @@ class ExpertPool:
                 return self._read_failure(layer, int(pool["failed_expert"]), int(pool["failed_errno"]))
             case code if code == STOPPED:
                 return WorkerFailedError("the cpu_worker was asked to stop while it waited for experts")
-        return self._lost or WorkerFailedError(
+        # A fresh one each time: its traceback has the frames of who raised it.
+        return copy.copy(self._lost) or WorkerFailedError(
             "there is no stager to read experts from the disk; it is being restarted, try again soon"
         )
 

@@ -19,6 +19,7 @@ from shared.arena import sweep_segments
 from shared.config import GpuWorkerConfig
 from shared.link import LinkClient, LinkServer
 from shared.locked_memory import lock_refusal, may_lock
+from shared.memory_budget import read_memory
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
 from shared.process import ProcessContext, ProcessState, load_in_thread
@@ -171,7 +172,15 @@ class GpuWorker:
         makes the page cache give it up. The embedding is read by rows, unless it is the output matrix too."""
         model = self._context.model
         kept = [name for name in names if name != "token_embd.weight" or "output.weight" not in model]
-        num_bytes = sum(model.info(name).num_bytes for name in kept)
+        num_bytes, memory = sum(model.info(name).num_bytes for name in kept), read_memory()
+        if num_bytes > memory.available - memory.floor:
+            _log.warning(
+                "dense weights are %.2f GiB, which do not fit into the memory that is available, %.2f GiB; "
+                "they are left to the page cache",
+                num_bytes / 2**30,
+                memory.available / 2**30,
+            )
+            return
         done = 0
         try:
             if not may_lock(num_bytes):

@@ -93,9 +93,13 @@ class GatewayListener:
 class _Attachments:
     """Whom the process is attached to, of those it needs, and how it says so."""
 
-    def __init__(self, context: ProcessContext[AnyConfig], servers: Sequence[Role]) -> None:
+    def __init__(
+        self, context: ProcessContext[AnyConfig], servers: Sequence[Role], beat: Callable[[], None]
+    ) -> None:
+        """`beat` sends a sign of life to the gateway."""
         self._context = context
         self._missing = list(servers)
+        self._beat = beat
 
     def attached(self, server: Role) -> None:
         """The process serves what that one has sent."""
@@ -114,6 +118,7 @@ class _Attachments:
             self._context.state = ProcessState.WAITING if self._missing else ProcessState.READY
         waits_for = " and ".join(sorted(self._missing))
         self._context.report(f"waiting for the {waits_for}" if waits_for else "serving", 1.0)
+        self._beat()
 
 
 class RingListener:
@@ -207,7 +212,8 @@ async def run_ring_worker(
     gateway_listener = GatewayListener(context, on_gateway_message)
     links = _Links(context)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(links.to(Role.GATEWAY, gateway_listener).run(), name="gateway link")]
+        gateway_link = links.to(Role.GATEWAY, gateway_listener)
+        tasks = [group.create_task(gateway_link.run(), name="gateway link")]
         work = await load_in_thread(partial(_load_all, load))
         first_work: RingWork | None = None
         try:
@@ -215,7 +221,7 @@ async def run_ring_worker(
                 first_work = await load_in_thread(partial(_load_all, load_first))
             gateway_listener.loaded(work.capabilities if work is not None else {})
             roles = [Role.GPU_WORKER] if first_work is None else [Role.CPU_WORKER, Role.GPU_WORKER]
-            attachments = _Attachments(context, roles)
+            attachments = _Attachments(context, roles, gateway_link.beat)
             attachments.tell()
             ring_listener = RingListener(context, Role.GPU_WORKER, work, attachments)
             ring_link = links.to(Role.GPU_WORKER, ring_listener)

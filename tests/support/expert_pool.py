@@ -83,5 +83,7 @@ def pooled(file: GGUFModel, places_per_layer: int, *, attached: bool = True) -> 
                 pool.open(ring)
             yield Pooled(layers, pool, ring, reader)
     finally:
+        # What a test has put there may know the layers, and through them the mapped file.
+        reader.before = lambda reads: None
         reader.files.close()
         ring.close()

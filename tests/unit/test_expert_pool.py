@@ -198,6 +198,26 @@ def booking(num_tokens: int) -> dict[str, NDArray[Any]]:
     }
 
 
+def read_by_process() -> int:
+    """Bytes that this process has asked the kernel for so far, what this call reads aside."""
+    text = Path("/proc/self/io").read_text()
+    return int(text.split("rchar: ")[1].split()[0])
+
+
+def test_what_is_booked_is_what_the_kernel_counts(file: GGUFModel, team: Team) -> None:
+    """The bytes of all tokens together are those that the process has read."""
+    with pooled(file, 8) as ours:
+        own = -(read_by_process() - read_by_process())
+        num_bytes = 0
+        before = read_by_process()
+        for number in range(6):
+            booked = booking(4)
+            ours.pool.book_into(booked)
+            compute(ours.layers[number % 2], routes(4, number), team)
+            num_bytes += int(booked["read_bytes"].sum())
+        assert read_by_process() - before - own == num_bytes
+
+
 def test_reads_are_booked_on_the_first_token(file: GGUFModel, team: Team) -> None:
     """Of two tokens that share an expert the first one has its reads, and both a route to the disk; an expert
     that was there counts for nobody."""
