@@ -1,4 +1,4 @@
-"""Computes the routed experts of one layer from the mapped weights.
+"""Computes the routed experts of one layer, from the mapped weights or from a pool.
 
 For a token with routes (e_1, w_1) ... (e_k, w_k) the result is sum_i w_i * down_e(silu(gate_e x) * (up_e x)).
 Tokens are grouped by expert, so each expert's weights are read once for all tokens that chose it. A token's
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_worker.expert_plan import SMALLEST_MEMORY, TOO_LITTLE_MEMORY, compute
+from cpu_worker.expert_plan import NOT_THERE, SMALLEST_MEMORY, TOO_LITTLE_MEMORY, compute
+from cpu_worker.expert_pool import ExpertPool
 from cpu_worker.expert_tasks import LAYER, down_task, gate_up_task, gather_task
 from shared import quants
 from shared.gguf.model import GGUFModel
@@ -52,13 +53,17 @@ def formats_of(model: GGUFModel, num_layers: int) -> set[BlockFormat]:
 class ExpertLayer:
     """The routed experts of one layer."""
 
-    def __init__(self, model: GGUFModel, layer: int) -> None:
+    def __init__(self, model: GGUFModel, layer: int, pool: ExpertPool | None = None) -> None:
+        """Experts come from the pool, where there is one."""
         prefix = block_prefix(layer)
         self._gate = ExpertMatrices.open(model, f"{prefix}ffn_gate_exps.weight")
         self._up = ExpertMatrices.open(model, f"{prefix}ffn_up_exps.weight")
         self._down = ExpertMatrices.open(model, f"{prefix}ffn_down_exps.weight")
         self._num_experts, width, _ = self._gate.raw.shape
         self._hidden = self._down.raw.shape[1]
+        self._layer, self._pool = layer, pool
+        self._uses = np.zeros(self._num_experts, np.float32)
+        self._use_weight = np.ones(1, np.float32)
         of_x = [matrices.format.activation_bytes for matrices in (self._gate, self._up)]
         self._record = record(
             LAYER,
@@ -81,10 +86,19 @@ class ExpertLayer:
             reads_floats=int(not all(of_x)),
             activation_bytes=max(of_x),
             rounds_h=int(quants.uses_codes(self._down.format)),
+            blobs=pool.blobs_address(layer) if pool is not None else 0,
+            uses=self._uses,
+            use_weight=self._use_weight,
         )
         self.address = address_of(self._record)
         """Of the layer's record, for native code."""
         self._compute = compute()
+
+    @property
+    def uses(self) -> Floats:
+        """How hot each expert is: the routes that led to it, each counting half after every
+        `cpu_worker.expert_waves.USE_HALF_LIFE_TOKENS` tokens."""
+        return self._uses / self._use_weight
 
     def compute(
         self, x: Floats, expert_ids: NDArray[np.int32], weights: Floats, out: Floats, team: Team
@@ -94,7 +108,7 @@ class ExpertLayer:
         someone else's and add nothing. All arrays are C-contiguous.
 
         Raises ValueError for an id beyond the last expert, or a shape that is not as said; `out` is then as
-        it was.
+        it was. Raises WorkerFailedError where experts are not in the pool and cannot be had.
         """
         num_tokens = len(x)
         if x.shape != (num_tokens, self._hidden) or out.shape != x.shape:
@@ -111,6 +125,9 @@ class ExpertLayer:
             result = self._compute(self.address, team.address, memory, num_bytes, x, expert_ids, weights, out)
             if result < 0:
                 raise ValueError(f"expert {-1 - result} of {self._num_experts}")
+            if result == NOT_THERE:
+                assert self._pool is not None
+                raise self._pool.failure(self._layer)
             if result < TOO_LITTLE_MEMORY:
                 return result
             num_bytes = result - TOO_LITTLE_MEMORY

@@ -11,7 +11,7 @@ whose values are in memory at the same time. Their tasks::
 the thread that made them, as long as they are in its cache, and are added in a fixed order: that of the
 experts, which does not depend on threads, nor on the other tokens of the step.
 
-Addresses and strides are in bytes, other numbers in elements. `cpu_worker.expert_plan` fills the records in.
+Addresses and strides are in bytes, other numbers in elements. `cpu_worker.expert_waves` fills the records in.
 """
 
 import functools
@@ -44,6 +44,9 @@ LAYER = fields(
     "reads_floats",  # 1 where gate or up read the activations as they are
     "activation_bytes",  # to which gate or up read them rounded; 0 where neither does
     "rounds_h",  # 1 where down reads rounded activations
+    "blobs",  # LAYER_BLOBS: experts are in a pool, and the addresses of weights above are none; 0 otherwise
+    "uses",  # f32 [experts]: decayed counts of routes, in units of
+    "use_weight",  # f32: what a route counts now
 )
 
 GROUP = fields(
@@ -54,6 +57,8 @@ GROUP = fields(
     "h_plane",
     "down_weights",  # of this expert
     "num_routes",
+    "expert",
+    "is_due",  # 1 until gate_up is under way; only where it may have to be waited for
 )
 
 WAVE = fields(

@@ -2,35 +2,50 @@
 
 import logging
 import os
+import resource
 import time
 
 from cpu_worker.expert_layer import ExpertLayer, formats_of
+from cpu_worker.expert_pool import ExpertPool
 from cpu_worker.native_slots import NativeExperts
+from cpu_worker.residency import decide, experts_of
+from cpu_worker.stager_link import StagerListener
 from shared import quants
+from shared.arena import free_shared_memory, sweep_segments
 from shared.config import CpuWorkerConfig
-from shared.model_config import read_model_config
+from shared.expert_blobs import BlobLayout, ExpertMode
+from shared.memory_budget import held_by_stack, needs_of, read_memory
+from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.native.team import Team
-from shared.process import ProcessContext
+from shared.process import SUPERVISED_VARIABLE, ProcessContext
 from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
 from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set, meeting_cpu, num_threads_on
-from shared.work_slots import ExpertHeader, expert_ring
+from shared.work_slots import ExpertHeader, expert_ring, shared_memory_needed
 
 _log = logging.getLogger(__name__)
+
+# What the gpu_worker's rings may take of shared memory: steps of more tokens than by default, twice, since
+# those of a predecessor may not be gone yet.
+_RING_TOKENS, _RING_STEPS = 1024, 2
 
 
 class ExpertService:
     """Serves the slots of the expert ring, one at a time."""
 
-    def __init__(self, layers: list[ExpertLayer], team: Team) -> None:
+    def __init__(self, layers: list[ExpertLayer], team: Team, pool: ExpertPool | None = None) -> None:
         self._layers = layers
         self._team = team
+        self._pool = pool
 
     def __call__(self, slot: Arrays) -> None:
         started = time.perf_counter_ns()
         header = slot["header"]
         num_tokens = int(header[ExpertHeader.NUM_TOKENS])
+        faults = _major_faults()
+        if self._pool is not None:
+            self._pool.book_into(slot)
         self._layers[int(header[ExpertHeader.LAYER])].compute(
             slot["activations"][:num_tokens],
             slot["expert_ids"][:num_tokens],
@@ -38,7 +53,14 @@ class ExpertService:
             slot["outputs"][:num_tokens],
             self._team,
         )
+        header[ExpertHeader.NUM_READ] = self._pool.num_read if self._pool is not None else 0
+        header[ExpertHeader.DISK_WAIT_NS] = self._pool.wait_ns if self._pool is not None else 0
+        header[ExpertHeader.MAJOR_FAULTS] = _major_faults() - faults
         header[ExpertHeader.COMPUTE_NS] = time.perf_counter_ns() - started
+
+
+def _major_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 class CpuWorker:
@@ -61,7 +83,9 @@ class CpuWorker:
             multiplied=formats_of(context.model, model_config.num_layers),
             on_progress=lambda done, total, name: context.report(f"compiling {name}", done / total),
         )
-        layers = [ExpertLayer(context.model, layer) for layer in range(model_config.num_layers)]
+        keeping = self._keep_experts(model_config)
+        pool = keeping.pool
+        layers = [ExpertLayer(context.model, layer, pool) for layer in range(model_config.num_layers)]
         cpus = self._cpus()
         team = Team(config.pool_workers or num_threads_on(cpus), cpus)
         _log.info(
@@ -69,13 +93,40 @@ class CpuWorker:
         )
         meeting = meeting_cpu()
         return RingWork(
-            shape=lambda max_tokens: expert_ring(model_config, max_tokens),
-            serve=ExpertService(layers, team),
-            native=NativeExperts(layers, team),
-            close=team.close,
+            shape=lambda init: expert_ring(model_config, init.ring_tokens),
+            serve=ExpertService(layers, team, pool),
+            native=NativeExperts(layers, team, pool),
+            close=lambda: _close(team, keeping),
             cpu=meeting if meeting in cpus else None,
-            capabilities={"kernels": kernels},
+            capabilities={"kernels": kernels, **keeping.capabilities},
+            listener=keeping if config.experts != ExpertMode.MAPPED else None,
         )
+
+    def _keep_experts(self, model_config: Qwen4ExpConfig) -> StagerListener:
+        """Decides where experts are to be, and gets the memory for it."""
+        context, config = self._context, self._context.config
+        # Of a predecessor that was killed: a pool is most of the memory there is.
+        sweep_segments()
+        layout = BlobLayout(context.model, model_config.num_layers)
+        held = held_by_stack(is_supervised=SUPERVISED_VARIABLE in os.environ)
+        residency = decide(
+            config.experts,
+            config.ram_budget,
+            experts_of(model_config, layout),
+            read_memory().with_locked(held),
+            needs_of(context.model, model_config, held),
+            free_shared_memory() - _RING_STEPS * shared_memory_needed(model_config, _RING_TOKENS),
+        )
+        keeping = StagerListener(context.identity.incarnation, residency, layout, model_config.num_experts)
+        context.report("reserving memory for experts", 1.0)
+        keeping.make_room()
+        _log.info("experts: %s", ", ".join(f"{name}={value}" for name, value in keeping.capabilities.items()))
+        return keeping
 
     def _cpus(self) -> tuple[int, ...]:
         return cpu_set(self._context.config.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
+
+
+def _close(team: Team, keeping: StagerListener) -> None:
+    keeping.close()
+    team.close()

@@ -11,6 +11,7 @@ with it the process, which is then started anew.
 import logging
 import os
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.ngram_way import StagedFeatures
@@ -83,6 +85,7 @@ class Engine:
         scheduler: Scheduler,
         post: Callable[[Message], None],
         watchdog_s: float,
+        expert_files: ExpertFiles,
         ngram_file: str,
         cpu: int | None = None,
     ) -> None:
@@ -93,6 +96,7 @@ class Engine:
         self._scheduler = scheduler
         self._post = post
         self._watchdog_s = watchdog_s
+        self._expert_files = expert_files
         self._ngram_file = ngram_file
         self._cpu = cpu
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -204,7 +208,7 @@ class Engine:
             features = StagedFeatures(
                 ngram, self._torch_device, self._watchdog_s, self._ngram_file, num_heads
             )
-        return Ways(CpuExperts(experts, self._torch_device, self._watchdog_s), features)
+        return Ways(CpuExperts(experts, self._torch_device, self._watchdog_s, self._expert_files), features)
 
     def _begin(self, request: GenerateRequest) -> None:
         if self._ways is None:
@@ -230,6 +234,8 @@ class Engine:
             clock.started_at = clock.started_at or started
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         ways = self._ways
+        ways.experts.counts.begin()
+        faults_before = _major_faults()
         waited_before = ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0
         try:
             result = compute(self._model, works, ways, self._torch_device)
@@ -255,11 +261,16 @@ class Engine:
         self.num_steps += 1
         expert_wait_s = ways.experts.waited_s - waited_before[0]
         ngram_wait_s = (ways.ngram.waited_s if ways.ngram is not None else 0.0) - waited_before[1]
+        faults = _major_faults() - faults_before
+        config, at = self._model.config, 0
         for work in works:
-            work.sequence.clock.expert_wait_s += expert_wait_s
-            work.sequence.clock.ngram_wait_s += ngram_wait_s
+            clock, start, at = work.sequence.clock, at, at + work.stop - work.start
+            clock.expert_wait_s += expert_wait_s
+            clock.ngram_wait_s += ngram_wait_s
+            clock.major_faults += faults
+            clock.add_experts(ways.experts.counts, start, at, config.num_layers * config.num_experts_used)
         if num_prefilled:
-            self._scheduler.chunk.note(num_prefilled, ngram_wait_s)
+            self._scheduler.chunk.note(num_prefilled, ngram_wait_s + ways.experts.counts.wait_s)
         for sequence, failure in result.failures:
             _log.error("%s failed: %s", sequence.request_id, failure)
             self._end_with_failure(sequence, failure)
@@ -323,6 +334,11 @@ class Engine:
 
     def _post_failure(self, request_id: str, failure: GenerationError) -> None:
         self._post(RequestFailed(request_id=request_id, code=failure.code, reason=str(failure)))
+
+
+def _major_faults() -> int:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def _is_out_of_memory(error: Exception) -> bool:

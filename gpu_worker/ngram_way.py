@@ -73,9 +73,10 @@ class StagedFeatures:
         )
 
     @property
-    def step_wait_s(self) -> float:
-        """Seconds that the last step has waited."""
-        return self.waited_s - self._waited_before
+    def disk_wait_s(self) -> float:
+        """Seconds that the last step has waited for rows while they were being read."""
+        disk_wait_ns = int(self._ring.slot(self.ticket)["header"][NgramHeader.DISK_WAIT_NS])
+        return min(self.waited_s - self._waited_before, disk_wait_ns * 1e-9)
 
     def failure(self) -> GenerationError:
         """What `collect` would raise, where the wait for the ticket has ended without a result."""

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.experts.counts import ExpertCounts
 from gpu_worker.sampler import Sampler
 from gpu_worker.state.sequence_state import SequenceState
-from shared.messages import FileReads, GenerateRequest, RequestTimings
+from shared.messages import FileReads, GenerateRequest, RequestTimings, RouteCounts
 
 
 @dataclass(slots=True)
@@ -30,16 +31,37 @@ class Clock:
     expert_wait_s: float = 0.0
     ngram_rows: int = 0
     ngram_hits: int = 0
-    disk: dict[str, "DiskReads"] = field(default_factory=dict)
+    num_routes: int = 0
+    num_disk_routes: int = 0
+    major_faults: int = 0
+    disk: dict[str, DiskReads] = field(default_factory=dict)
     """By the names of the files."""
 
     def add_reads(self, file: str, num_reads: int, num_bytes: int, wait_s: float) -> None:
-        """Reads that one of its steps has waited for."""
-        if num_reads:
+        """Reads for one of its steps, and how long that waited for them."""
+        if num_reads or wait_s:
             reads = self.disk.setdefault(file, DiskReads())
             reads.num_reads += num_reads
             reads.num_bytes += num_bytes
             reads.wait_s += wait_s
+
+    def add_experts(self, counts: ExpertCounts, start: int, stop: int, routes_per_token: int) -> None:
+        """Adds what a step says of its tokens `start` to `stop`, which are this request's."""
+        self.num_routes += (stop - start) * routes_per_token
+        self.major_faults += counts.major_faults
+        if not counts.num_read:
+            return
+        self.num_disk_routes += int(counts.disk_routes[start:stop].sum())
+        bytes_of_files = counts.read_bytes.sum(axis=1)
+        for place, name in enumerate(counts.files.names):
+            if share := bytes_of_files[place] / max(1, bytes_of_files.sum()):
+                self.add_reads(
+                    name,
+                    int(counts.reads[place, start:stop].sum()),
+                    int(counts.read_bytes[place, start:stop].sum()),
+                    # In full for each request of the step, as all times are.
+                    counts.wait_s * float(share),
+                )
 
     def timings(self, now: float) -> RequestTimings:
         """The request's time until `now`, divided into its phases."""
@@ -53,12 +75,14 @@ class Clock:
             expert_wait_s=self.expert_wait_s,
             ngram_rows=self.ngram_rows,
             ngram_hits=self.ngram_hits,
+            routes=RouteCounts(ram=self.num_routes - self.num_disk_routes, disk=self.num_disk_routes),
             disk=[
                 FileReads(
                     file=file, num_reads=reads.num_reads, num_bytes=reads.num_bytes, wait_s=reads.wait_s
                 )
                 for file, reads in self.disk.items()
             ],
+            major_faults=self.major_faults,
         )
 
 

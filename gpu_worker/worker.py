@@ -1,11 +1,16 @@
 """The gpu_worker at work: loads the model, and connects the engine to the gateway and the other workers."""
 
 import asyncio
+import errno
 import logging
+import mmap
+import os
+from collections.abc import Sequence
 
 from gpu_worker.device.choose import choose_torch_device, formats_of, open_device
 from gpu_worker.device.interface import Device
 from gpu_worker.engine import AbortAll, Engine
+from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.peers import PeerListener
 from gpu_worker.scheduler import Scheduler
@@ -14,6 +19,8 @@ from shared.arena import sweep_segments
 from shared.config import GpuWorkerConfig
 from shared.gguf.model import GGUFModel
 from shared.link import LinkClient, LinkServer
+from shared.locked_memory import lock_refusal, may_lock
+from shared.memory_budget import read_memory
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
 from shared.process import ProcessContext, ProcessState, load_in_thread
@@ -118,6 +125,7 @@ class GpuWorker:
             scheduler,
             self._post,
             config.watchdog_s,
+            ExpertFiles.of(self._context.model, self._config.num_layers),
             ngram_file=_home_of_table(self._context.model),
             cpu=meeting_cpu() if self._torch_device.type == "cpu" else None,
         )
@@ -151,6 +159,8 @@ class GpuWorker:
             gathered,
             lambda done, total, name: context.report(f"compiling {name}", 0.5 * done / total),
         )
+        if self._torch_device.type == "cpu":
+            self._keep_dense_weights([expected.name for expected in tensors])
         self._device = open_device(self._torch_device, context.model, context.config.threads)
         return Qwen4Exp(
             self._device,
@@ -158,6 +168,36 @@ class GpuWorker:
             has_own_head="output.weight" in context.model,
             report=lambda activity, progress: context.report(activity, 0.5 + 0.5 * progress),
         )
+
+    def _keep_dense_weights(self, names: Sequence[str]) -> None:
+        """Locks what every token needs in RAM, where that is allowed, so that nothing that is read beside it
+        makes the page cache give it up. The embedding is read by rows, unless it is the output matrix too."""
+        model = self._context.model
+        kept = [name for name in names if name != "token_embd.weight" or "output.weight" not in model]
+        num_bytes, memory = sum(model.info(name).num_bytes for name in kept), read_memory()
+        if num_bytes > memory.available - memory.floor:
+            _log.warning(
+                "dense weights are %.2f GiB, which do not fit into the memory that is available, %.2f GiB; "
+                "they are left to the page cache",
+                num_bytes / 2**30,
+                memory.available / 2**30,
+            )
+            return
+        done = 0
+        try:
+            if not may_lock(num_bytes):
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+            for name in kept:
+                info = model.info(name)
+                self._context.report("reading dense weights", 0.5 + 0.2 * done / num_bytes)
+                start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+                model.home(name).will_need(start, info.offset + info.num_bytes - start)
+                model.home(name).lock(start, info.offset + info.num_bytes - start)
+                done += info.num_bytes
+        except OSError as error:
+            _log.info("dense weights are left to the page cache: %s", lock_refusal(num_bytes, error))
+        else:
+            _log.info("%.2f GiB of dense weights are locked in RAM", num_bytes / 2**30)
 
     def _tell_state(self) -> None:
         """Says at once how the process is doing, when that changes."""

@@ -14,11 +14,11 @@ from shared.errors import ConfigError
 from shared.settings import setting
 
 _MODEL = "model and files"
+_MEMORY = "memory and disk"
 _NETWORK = "network"
 _CAPACITY = "capacity"
 _SAMPLING = "sampling defaults, for requests that do not say"
 _COMPUTE = "devices and threads"
-_DISK = "disk and memory"
 _LIFE = "processes and time limits"
 
 # Those of `shared.quants`, named here too because importing it costs half a second; a test compares them.
@@ -26,6 +26,7 @@ CPU_KERNELS = ("auto", "avx512", "avxvnni", "avx2", "portable")
 CPU_ACTIVATIONS = ("int16", "int8")
 
 PLE_IO = ("auto", "direct", "mmap", "ram")
+EXPERT_SETTINGS = ("auto", "resident", "mapped")
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """What this machine alone can reach."""
@@ -205,7 +206,27 @@ class GpuWorkerConfig(CapacityConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuWorkerConfig(CommonConfig):
+class ExpertsConfig(CommonConfig):
+    """What the cpu_worker and the stager have to agree on."""
+
+    experts: str = setting(
+        EXPERT_SETTINGS[0],
+        "where experts are kept: resident reads and locks all of them in RAM, mapped leaves it to the page "
+        "cache; auto is resident where all fit, else keeps those in use in a pool",
+        group=_MEMORY,
+        choices=EXPERT_SETTINGS,
+    )
+    ram_budget: float = setting(
+        0.0,
+        "RAM for experts; 0 takes what is free and not needed otherwise",
+        group=_MEMORY,
+        unit="GiB",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuWorkerConfig(ExpertsConfig):
     """Experts computed in RAM."""
 
     pool_workers: int = setting(
@@ -225,16 +246,16 @@ class CpuWorkerConfig(CommonConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskConfig(CommonConfig):
+class DiskConfig(ExpertsConfig):
     """How the model's files are read."""
 
     io_depth: int = setting(
-        64, "reads of the model's files in flight at a time", group=_DISK, unit="N", minimum=1, maximum=4096
+        64, "reads of the model's files in flight at a time", group=_MEMORY, unit="N", minimum=1, maximum=4096
     )
     io_delay_ms: float = setting(
         0.0,
         "delay that is added to every read, to see what a slow disk does",
-        group=_DISK,
+        group=_MEMORY,
         unit="ms",
         minimum=0,
         maximum=60_000,
@@ -242,7 +263,7 @@ class DiskConfig(CommonConfig):
     io_fail_every: int = setting(
         0,
         "lets one read in so many fail with an I/O error, to see what a bad disk does; 0 is none",
-        group=_DISK,
+        group=_MEMORY,
         unit="N",
         minimum=0,
     )
@@ -256,13 +277,13 @@ class StagerConfig(DiskConfig):
         "auto",
         "where rows of the n-gram table come from: direct reads them past the page cache, mmap through it, "
         "ram loads the whole table; auto measures",
-        group=_DISK,
+        group=_MEMORY,
         choices=PLE_IO,
     )
     ple_cache_mib: int | None = setting(
         None,
         "memory for rows of the n-gram table (default: a sixteenth of what is free, 1024 at most)",
-        group=_DISK,
+        group=_MEMORY,
         unit="MiB",
         minimum=0,
         maximum=1 << 24,

@@ -11,8 +11,8 @@
                         <------        Farewell         likewise
 
 Links: gpu_worker, cpu_worker and stager connect to the gateway; cpu_worker and stager connect to the
-gpu_worker. The transport identity is one of the connection, so that a message from a dead process is never
-taken for one of its successor.
+gpu_worker; the stager connects to the cpu_worker. The transport identity is one of the connection, so that a
+message from a dead process is never taken for one of its successor.
 
 Tensors never travel in a message, only the descriptor of the segment they lie in.
 """
@@ -25,7 +25,7 @@ from msgspec import Meta
 from shared.arena import SegmentDescriptor
 
 # Raised with every change of a message or of a segment's meaning; peers of another number are refused.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -48,11 +48,15 @@ class Hello(Message, frozen=True):
 
 
 class Init(Message, frozen=True):
-    """Binding -> connecting. Answers Hello; `segment` is the ring the peer is to serve, if any."""
+    """Binding -> connecting. Answers Hello; `segment` is the ring the peer is to serve, if any. Its shape
+    follows from `ring_tokens`, the tokens of the largest step, or, between cpu_worker and stager, from
+    `places_per_layer`. `experts` is how the cpu_worker has decided to keep experts (`ExpertMode`)."""
 
     incarnation: str
     segment: SegmentDescriptor | None = None
     ring_tokens: int = 0
+    places_per_layer: int = 0
+    experts: str = ""
 
 
 class Refusal(Message, frozen=True):

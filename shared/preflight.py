@@ -1,6 +1,7 @@
 """Everything about a stack that can be known to fail before a process is started: checked within a second."""
 
 import errno
+import os
 import socket
 from collections.abc import Mapping
 
@@ -15,12 +16,14 @@ from shared.config import (
     check_heartbeats,
 )
 from shared.errors import ResourceError
+from shared.expert_blobs import ExpertMode, expert_tensor
 from shared.gguf.model import GGUFModel
-from shared.model_config import read_model_config
+from shared.locked_memory import lock_refusal, may_lock
+from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.run_directory import Role
 from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set
-from shared.work_slots import shared_memory_needed
+from shared.work_slots import PARTS, shared_memory_needed
 
 
 def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
@@ -39,6 +42,8 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     with GGUFModel(gateway.model) as model:
         config = read_model_config(model)
         check_tensors(model, config)
+        if cpu_worker.experts == ExpertMode.RESIDENT:
+            check_lock(model, config)
     check_port(gateway.host, gateway.port)
     needed = shared_memory_needed(config, gpu_worker.prefill + gpu_worker.parallel)
     if needed > free_shared_memory():
@@ -47,6 +52,15 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
             f"{needed / 2**20:.0f} MiB; enlarge it (docker: shm_size), "
             f"or lower --prefill (now {gpu_worker.prefill})"
         )
+
+
+def check_lock(model: GGUFModel, config: Qwen4ExpConfig) -> None:
+    """Raises ResourceError where all experts of a model are to be locked in RAM, and this user may not."""
+    names = [expert_tensor(layer, part) for layer in range(config.num_layers) for part in PARTS]
+    num_bytes = sum(model.info(name).num_bytes for name in names)
+    if not may_lock(num_bytes):
+        refusal = lock_refusal(num_bytes, PermissionError(errno.EPERM, os.strerror(errno.EPERM)))
+        raise ResourceError(f"--experts resident: {refusal}, or take --experts auto")
 
 
 def check_port(host: str, port: int) -> None:

@@ -112,10 +112,11 @@ def _resident_memory() -> dict[str, float]:
         # Nothing can be opened, for want of file descriptors perhaps. A sign of life is worth more than this.
         return {}
     status = dict(line.split(":", 1) for line in text.splitlines())
-    kib = {name: float(status[name].split()[0]) for name in ("VmRSS", "RssFile")}
+    kib = {name: float(status[name].split()[0]) for name in ("VmRSS", "RssFile", "VmLck")}
     return {
         "resident_memory_bytes": 1024 * kib["VmRSS"],
         "resident_file_bytes": 1024 * kib["RssFile"],
+        "locked_memory_bytes": 1024 * kib["VmLck"],
     }
 
 

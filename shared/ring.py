@@ -2,8 +2,8 @@
 
 ::
 
-    segment:  | submitted | completed | server sleeps | client sleeps | in use | status | slot 0 | ...
-    slot:     | the caller's arrays | error |                                      the words are u64
+    segment:  | submitted | completed | server sleeps | client sleeps | in use | status | slot 0 | ... |
+    common | slot:     | the caller's arrays | error |                                      the words are u64
 
     client                                     server
     ------                                     ------
@@ -39,7 +39,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +59,7 @@ _MAX_SLEEP_S = 0.05
 _SUBMITTED, _COMPLETED, _IN_USE, _STATUS = "submitted", "completed", "in_use", "status"
 _SERVER_SLEEPS, _CLIENT_SLEEPS = "server_sleeps", "client_sleeps"
 _ERROR = "error"
+_COMMON = "common"
 _ERROR_BYTES = 512
 
 Arrays = dict[str, NDArray[Any]]
@@ -70,6 +71,8 @@ class RingShape:
 
     num_slots: int
     arrays: Mapping[str, tuple[DTypeLike, tuple[int, ...]]]
+    common: Mapping[str, tuple[DTypeLike, tuple[int, ...]]] = field(default_factory=dict)
+    """Arrays that there is one of, whatever the slot. Whose they are when, the shape's maker says."""
 
     def layout(self) -> SegmentLayout:
         """The layout of the whole segment. Each counter has a cache line of its own."""
@@ -85,6 +88,8 @@ class RingShape:
             for name, (dtype, shape) in self.arrays.items():
                 fields[f"{slot}.{name}"] = (dtype, shape)
             fields[f"{slot}.{_ERROR}"] = (np.uint8, (_ERROR_BYTES,))
+        for name, described in self.common.items():
+            fields[f"{_COMMON}.{name}"] = described
         return SegmentLayout(fields)
 
 
@@ -128,6 +133,7 @@ class _RingSide:
         self._slots: list[Arrays] = [
             {name: segment.arrays[f"{slot}.{name}"] for name in names} for slot in range(shape.num_slots)
         ]
+        self.common: Arrays = {name: segment.arrays[f"{_COMMON}.{name}"] for name in shape.common}
         addresses = {name: segment.address(f"0.{name}") for name in names}
         first = min(addresses.values())
         self.offsets = {name: address - first for name, address in addresses.items()}

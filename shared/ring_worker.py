@@ -1,19 +1,23 @@
-"""The life of a process that serves one ring of the gpu_worker: the cpu_worker and the stager are both that.
+"""The life of a process that serves a ring of the gpu_worker: the cpu_worker and the stager are both that.
 
 Its link to the gateway stands from the start, so that loading shows; its link to the gpu_worker comes once it
 has loaded. Whenever a gpu_worker appears it sends a fresh ring, which a thread then serves; when it goes, the
 thread ends and the ring is let go.
+
+The stager serves a ring of the cpu_worker too, in the same way and a thread of its own. That link comes
+first: the gpu_worker sees a stager only while that has a cpu_worker, so that no step begins whose experts
+nobody reads. The cpu_worker is the binding side there, and waits for nobody.
 """
 
 import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from shared.link import LinkClient
+from shared.link import LinkClient, LinkServer, ServerListener
 from shared.messages import FromBinding, Heartbeat, Init, Message
 from shared.native.ring import serve_kernel
 from shared.process import AnyConfig, ProcessContext, ProcessState, load_in_thread
@@ -30,8 +34,8 @@ _DRAIN_LOOK_INTERVAL_S = 0.05
 class RingWork:
     """What a loaded process does with its ring."""
 
-    shape: Callable[[int], RingShape]
-    """The ring's shape for steps of so many tokens."""
+    shape: Callable[[Init], RingShape]
+    """The ring's shape, by what its maker says of it."""
     serve: Callable[[Arrays], None]
     """Does the work of one slot; runs in the ring's thread."""
     close: Callable[[], None]
@@ -42,6 +46,21 @@ class RingWork:
     """What the ring's thread is pinned to; None for wherever the process may run."""
     capabilities: Mapping[str, int | float | str] = field(default_factory=dict)
     """What the gateway is told of the process, once it has loaded."""
+    prepare: Callable[[Init], None] | None = None
+    """What has to be done before the process is ready for who sent Init; may take long, and runs in a
+    thread."""
+    release: Callable[[], None] | None = None
+    """Undoes that when who sent it is lost; in a thread too."""
+    opened: Callable[[RingServer, Init], None] | None = None
+    """Is told of each ring before its first slot."""
+    listener: ServerListener | None = None
+    """Where this process is a binding side itself: what it does about the stager that connects to it."""
+
+
+Post = Callable[[Message], None]
+"""Sends the gateway a message; called from any thread."""
+Load = Callable[[Post], RingWork | None]
+"""Gets ready to serve a ring; None where there is nothing to do."""
 
 
 class GatewayListener:
@@ -77,52 +96,101 @@ class GatewayListener:
             self._on_message(message)
 
 
-class RingListener:
-    """Attaches to each gpu_worker's ring in turn and serves it in a thread. `work` is None where the model
-    has nothing for this process to do; it is then ready all the same."""
+class _Attachments:
+    """Whom the process is attached to, of those it needs, and how it says so."""
 
-    def __init__(self, context: ProcessContext[AnyConfig], work: RingWork | None) -> None:
+    def __init__(
+        self, context: ProcessContext[AnyConfig], servers: Sequence[Role], beat: Callable[[], None]
+    ) -> None:
+        """`beat` sends a sign of life to the gateway."""
         self._context = context
+        self._missing = list(servers)
+        self._beat = beat
+
+    def attached(self, server: Role) -> None:
+        """The process serves what that one has sent."""
+        self._missing.remove(server)
+        self.tell()
+
+    def lost(self, server: Role) -> None:
+        """It serves it no longer, or never did."""
+        if server not in self._missing:
+            self._missing.append(server)
+        self.tell()
+
+    def tell(self) -> None:
+        """Says how the process is doing."""
+        if not self._context.drain.is_set():
+            self._context.state = ProcessState.WAITING if self._missing else ProcessState.READY
+        waits_for = " and ".join(sorted(self._missing))
+        self._context.report(f"waiting for the {waits_for}" if waits_for else "serving", 1.0)
+        self._beat()
+
+
+class RingListener:
+    """Attaches to the ring of each process of a role in turn and serves it in a thread. `work` is None where
+    the model has nothing for this process to do; it is then ready all the same."""
+
+    def __init__(
+        self,
+        context: ProcessContext[AnyConfig],
+        server_role: Role,
+        work: RingWork | None,
+        attachments: _Attachments,
+    ) -> None:
+        self._context = context
+        self._server_role = server_role
         self._work = work
+        self._attachments = attachments
         self._server: RingServer | None = None
         self._thread: threading.Thread | None = None
         self._loop = asyncio.get_running_loop()
+        # Set while attached, and while not: tasks wait for both.
+        self.is_attached = asyncio.Event()
+        self.is_detached = asyncio.Event()
         # Never done, but for the failure of a ring's thread outside of its work.
         self.broken: asyncio.Future[None] = self._loop.create_future()
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the gpu_worker computes something that needs this process."""
+        """Whether the other side computes something that needs this process."""
         return self._server is not None and self._server.is_in_use
 
     async def attach(self, init: Init) -> dict[str, int | float | str]:
-        if self._work is not None and init.segment is not None:
-            shape = self._work.shape(init.ring_tokens)
-            self._server = RingServer(shape, init.segment, spin_s=spin_time_s())
-            serve = partial(self._server.serve, self._work.serve, self._work.native)
-            self._thread = threading.Thread(target=self._run, args=(serve,), name="ring", daemon=True)
+        work = self._work
+        if work is not None and work.prepare is not None:
+            await load_in_thread(partial(work.prepare, init))
+        if work is not None and init.segment is not None:
+            self._server = RingServer(work.shape(init), init.segment, spin_s=spin_time_s())
+            if work.opened is not None:
+                work.opened(self._server, init)
+            serve = partial(self._server.serve, work.serve, work.native)
+            name = f"{self._server_role} ring"
+            self._thread = threading.Thread(target=self._run, args=(serve,), name=name, daemon=True)
             self._thread.start()
-        self._tell(ProcessState.READY, "serving")
+        self._attachments.attached(self._server_role)
+        self.is_detached.clear()
+        self.is_attached.set()
         return {}
 
     async def detach(self, reason: str) -> None:
+        self.is_attached.clear()
+        self.is_detached.set()
         if self._server is not None and self._thread is not None:
             self._server.stop()
             await asyncio.to_thread(self._thread.join)
             self._server.close()
             self._server = self._thread = None
-        self._tell(ProcessState.WAITING, "waiting for the gpu_worker")
+        if self._work is not None and self._work.release is not None:
+            await load_in_thread(self._work.release)
+        self._attachments.lost(self._server_role)
 
     def heartbeat(self) -> Heartbeat:
         return self._context.heartbeat()
 
     def message(self, message: FromBinding) -> None:
-        _log.error("the gpu_worker sent a %s, which is not for this process", type(message).__name__)
-
-    def _tell(self, state: ProcessState, activity: str) -> None:
-        if not self._context.drain.is_set():
-            self._context.state = state
-        self._context.report(activity, 1.0)
+        what = type(message).__name__
+        _log.error("the %s sent a %s, which is not for this process", self._server_role, what)
 
     def _run(self, serve: Callable[[], None]) -> None:
         """The ring's thread. Without it the process would look well and do nothing."""
@@ -140,11 +208,13 @@ class RingListener:
 
 async def run_ring_worker(
     context: ProcessContext[AnyConfig],
-    load: Callable[[Callable[[Message], None]], RingWork | None],
+    load: Load,
     on_gateway_message: Callable[[FromBinding], None] | None = None,
+    load_first: Load | None = None,
 ) -> None:
-    """Runs the process until it has drained. `load` runs in a thread and may take long; what it is given
-    sends the gateway a message, from any thread."""
+    """Runs the process until it has drained. `load` runs in a thread and may take long. `load_first` does
+    likewise for the ring of the cpu_worker, to which the process attaches before it attaches to the
+    gpu_worker."""
     gateway_listener = GatewayListener(context, on_gateway_message)
     links = _Links(context)
     gateway_link = links.to(Role.GATEWAY, gateway_listener)
@@ -156,14 +226,34 @@ async def run_ring_worker(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(gateway_link.run(), name="gateway link")]
         work = await load_in_thread(partial(_load_all, load, post))
+        first_work: RingWork | None = None
         try:
+            if load_first is not None:
+                first_work = await load_in_thread(partial(_load_all, load_first, post))
             gateway_listener.loaded(work.capabilities if work is not None else {})
-            context.state = ProcessState.WAITING
-            context.report("waiting for the gpu_worker", 1.0)
-            ring_listener = RingListener(context, work)
+            roles = [Role.GPU_WORKER] if first_work is None else [Role.CPU_WORKER, Role.GPU_WORKER]
+            attachments = _Attachments(context, roles, gateway_link.beat)
+            attachments.tell()
+            ring_listener = RingListener(context, Role.GPU_WORKER, work, attachments)
             ring_link = links.to(Role.GPU_WORKER, ring_listener)
-            tasks.append(group.create_task(ring_link.run(), name="gpu_worker link"))
-            tasks.append(group.create_task(_raised_by(ring_listener.broken), name="ring thread"))
+            listeners = [ring_listener]
+            if first_work is None:
+                running = ring_link.run()
+            else:
+                first_listener = RingListener(context, Role.CPU_WORKER, first_work, attachments)
+                listeners.append(first_listener)
+                first_link = links.to(Role.CPU_WORKER, first_listener)
+                tasks.append(group.create_task(first_link.run(), name="cpu_worker link"))
+                running = _run_while_attached(first_listener, ring_link)
+            tasks.append(group.create_task(running, name="gpu_worker link"))
+            if work is not None and work.listener is not None:
+                server = LinkServer(
+                    context.identity, context.directory, [Role.STAGER], work.listener, context.config
+                )
+                tasks.append(group.create_task(server.run(), name="stager link"))
+            tasks += [
+                group.create_task(_raised_by(listener.broken), name="ring thread") for listener in listeners
+            ]
             await context.drain.wait()
             context.state = ProcessState.DRAINING
             # The state of another process has no event to wait for.
@@ -175,13 +265,22 @@ async def run_ring_worker(
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
             finally:
-                if work is not None:
-                    work.close()
+                for loaded in (work, first_work):
+                    if loaded is not None:
+                        loaded.close()
 
 
-def _load_all(
-    load: Callable[[Callable[[Message], None]], RingWork | None], post: Callable[[Message], None]
-) -> RingWork | None:
+async def _run_while_attached(first: RingListener, link: LinkClient) -> None:
+    """Keeps a link up for as long as the first ring is served, again and again."""
+    while True:
+        await first.is_attached.wait()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(link.run())
+            await first.is_detached.wait()
+            running.cancel()
+
+
+def _load_all(load: Load, post: Post) -> RingWork | None:
     work = load(post)
     if work is not None and work.native is not None:
         # Compiled while there is progress to look at, not when the first ring comes.

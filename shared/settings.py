@@ -167,7 +167,7 @@ def describe(config: Any) -> dict[str, str]:
     }
 
 
-_UNITS = ("SECONDS", "TOKENS", "MiB")
+_UNITS = ("SECONDS", "TOKENS", "MiB", "GiB")
 
 
 def _help(item: Setting) -> str:

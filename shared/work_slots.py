@@ -1,9 +1,11 @@
-"""What the slots of the two rings hold: expert work for the cpu_worker, n-gram rows from the stager.
+"""What the slots of the rings hold: expert work for the cpu_worker, n-gram rows and expert blobs from the
+stager.
 
-Both sides of a ring build its shape from the model's metadata and the number of tokens in a step, which the
-gpu_worker announces with Init, so neither tells the other where an array lies.
+Both sides of a ring build its shape from the model's metadata and a number that Init announces (tokens in a
+step, places of a layer), so neither tells the other where an array lies.
 """
 
+import mmap
 from enum import IntEnum
 
 import numpy as np
@@ -13,7 +15,8 @@ from shared.ring import RingShape
 
 # One slot is filled while the other is worked on.
 _NUM_SLOTS = 2
-
+# Batches of a prompt's step follow each other before the first one is done; a slot is small.
+_NUM_BLOB_SLOTS = 64
 
 _HEADER_WORDS = 8
 
@@ -26,6 +29,10 @@ class ExpertHeader(IntEnum):
     COMPUTE_NS = 2
     DISK_WAIT_NS = 3
     """The part of it in which there was nothing to compute for want of weights that were being read."""
+    NUM_READ = 4
+    """Blobs that had to be read; where it is 0, the counts of reads are not written."""
+    MAJOR_FAULTS = 5
+    """Of the cpu_worker since the slot before: pages of mapped files that were waited for."""
 
 
 class NgramHeader(IntEnum):
@@ -37,12 +44,26 @@ class NgramHeader(IntEnum):
     """The part of it in which rows were being read."""
 
 
+class BlobHeader(IntEnum):
+    """Places in the `header` of a blob slot."""
+
+    LAYER = 0
+    COUNT = 1
+
+
+PARTS = "gate", "up", "down"
+"""The matrices of one expert, in the order in which its blob has them, and in which reads are counted."""
+
+
 def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
     """gpu_worker -> cpu_worker: the routed experts of one layer for all tokens of a step.
 
     In: `activations` [tokens, hidden], `expert_ids` and `expert_weights` [tokens, experts used].
     A negative id is a route that is not the cpu_worker's.
-    Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in their order.
+    Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in their order. And where
+    blobs had to be read: how many of a token's routes led to one of them (`disk_routes`), and the reads of
+    gate, up and down that were made (`reads`) and their bytes (`read_bytes`). A blob's reads are those of the
+    first token that chose it.
     """
     routes = (max_tokens, config.num_experts_used)
     return RingShape(
@@ -53,6 +74,9 @@ def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
             "expert_ids": (np.int32, routes),
             "expert_weights": (np.float32, routes),
             "outputs": (np.float32, (max_tokens, config.hidden)),
+            "disk_routes": (np.int32, (max_tokens,)),
+            "reads": (np.int32, (max_tokens, len(PARTS))),
+            "read_bytes": (np.int64, (max_tokens, len(PARTS))),
         },
     )
 
@@ -80,8 +104,37 @@ def ngram_ring(config: NgramConfig, max_tokens: int) -> RingShape:
     )
 
 
+def blob_ring(num_layers: int, places_per_layer: int, pool_bytes: int) -> RingShape:
+    """cpu_worker -> stager: blobs of one layer's experts that are to be read into places of the pool.
+
+    In: `experts` and `places` [count], the places counted within the layer; a place that is named is the
+    stager's until its state says otherwise.
+    Common: for each place of the pool, `places_per_layer` for each layer in turn, its `states` (0 while it is
+    being read, 1 when the blob is there, -errno where it cannot be read), set to 0 by the cpu_worker before
+    it asks; the `reads` that were made for it and their `read_bytes`, written before the state. `arrived`
+    counts blobs whose state has changed, and is what the cpu_worker sleeps on. `pool` holds the places from
+    its first whole page on (`shared.expert_blobs`).
+    """
+    num_places = num_layers * places_per_layer
+    return RingShape(
+        _NUM_BLOB_SLOTS,
+        {
+            "header": (np.int64, (_HEADER_WORDS,)),
+            "experts": (np.int32, (places_per_layer,)),
+            "places": (np.int32, (places_per_layer,)),
+        },
+        {
+            "arrived": (np.int64, (_HEADER_WORDS,)),
+            "states": (np.int64, (num_places,)),
+            "reads": (np.int32, (num_places, len(PARTS))),
+            "read_bytes": (np.int64, (num_places, len(PARTS))),
+            "pool": (np.uint8, (pool_bytes + mmap.PAGESIZE,)),
+        },
+    )
+
+
 def shared_memory_needed(config: Qwen4ExpConfig, max_tokens: int) -> int:
-    """Bytes of /dev/shm that a stack takes with steps of so many tokens."""
+    """Bytes of /dev/shm that a stack takes with steps of so many tokens, a pool of experts aside."""
     shapes = [expert_ring(config, max_tokens)]
     if config.ngram is not None:
         shapes.append(ngram_ring(config.ngram, max_tokens))

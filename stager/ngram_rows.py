@@ -215,8 +215,8 @@ def _row_arrived(params: int, read_address: int, data: int, scratch: int) -> Non
             settle(work.cache, places[at], read.result == 0)
     unlock(work.cache)
     token = (missing[firsts[number]] & _PLACE_MASK) // work.num_heads
-    ids_at(work.token_reads)[token] += 1
-    ids_at(work.token_bytes)[token] += read.num_bytes
+    ids_at(work.token_reads)[token] += read.num_calls
+    ids_at(work.token_bytes)[token] += read.num_brought
 
 
 @jitable

@@ -51,7 +51,10 @@ READ = fields(
     "num_bytes",
     "needed",  # that many of them must be there: the last page of a file may be shorter
     "address",  # where they go; 0 for a buffer of the queue's, which is valid while `on_read` runs
-    "result",  # written before `on_read`: 0, or a negative errno
+    # Written before `on_read`.
+    "result",  # 0, or a negative errno
+    "num_calls",  # reads it took, more than one where some brought less than they should
+    "num_brought",  # bytes
 )
 """One read. For direct I/O offset, length and address are multiples of the disk's sectors."""
 
@@ -124,6 +127,7 @@ def _start(queue_address: int, number: int) -> None:
     slot.due_ns = clock_ns() + queue.delay_ns if queue.delay_ns > 0 else 0
     slot.is_held = 0
     queue.num_reads += 1
+    read.num_calls += 1
     if queue.kind == _URING:
         push_read(queue.backend, read.file, offset, address + slot.done_bytes, num_bytes, number)
     else:
@@ -148,6 +152,7 @@ def _result_of(queue_address: int, number: int, brought: int) -> int:
     if queue.shorten_every > 0 and queue.num_done % queue.shorten_every == 0 and brought > PAGE_BYTES:
         brought = brought // 2
     queue.num_bytes += brought
+    read.num_brought += brought
     if slot.done_bytes + brought >= read.needed:
         return 0
     # Direct I/O goes on at a page only.
@@ -258,7 +263,9 @@ def _run_reads(params: int, reads: int, num_reads: int, scratch: int) -> None:
         if load_shared(queue.interrupt) != 0:
             while num_started < num_reads:
                 read_address = reads + num_started * READ_BYTES
-                _read_at(read_address).result = _ECANCELED
+                read = _read_at(read_address)
+                read.result = _ECANCELED
+                read.num_calls = read.num_brought = 0
                 call_task(on_read, on_read_params, read_address, 0, 0)
                 num_started += 1
                 num_ended += 1
@@ -268,6 +275,8 @@ def _run_reads(params: int, reads: int, num_reads: int, scratch: int) -> None:
             number = integers_at(queue.free)[queue.num_free]
             slot = _slot_at(queue.slots + number * _SLOT_BYTES)
             slot.read = reads + num_started * READ_BYTES
+            _read_at(slot.read).num_calls = 0
+            _read_at(slot.read).num_brought = 0
             slot.done_bytes = 0
             _start(params, number)
             num_started += 1
@@ -292,8 +301,8 @@ def run_reads(queue_address: int, reads: int, num_reads: int, on_read: int, para
     call_task(queue.run, queue_address, reads, num_reads, 0)
 
 
-def _run(queue_address: int, reads: int, num_reads: int, on_read: int) -> None:
-    run_reads(queue_address, reads, num_reads, on_read, 0)
+def _run(queue_address: int, reads: int, num_reads: int, on_read: int, params: int) -> None:
+    run_reads(queue_address, reads, num_reads, on_read, params)
 
 
 def _note_nothing(params: int, read: int, data: int, scratch: int) -> None:
@@ -311,8 +320,8 @@ def _run_reads_task() -> int:
 
 
 @functools.cache
-def _run_kernel() -> Callable[[int, int, int, int], None]:
-    return compile_kernel(_run, "run_reads", *4 * (INTEGER,))
+def _run_kernel() -> Callable[[int, int, int, int, int], None]:
+    return compile_kernel(_run, "run_reads", *5 * (INTEGER,))
 
 
 class Backend(IntEnum):
@@ -380,9 +389,11 @@ class ReadQueue:
         ends reading. They must outlive what is read."""
         self._record["status"], self._record["interrupt"] = status, interrupt
 
-    def run(self, reads: Record) -> None:
-        """Does these READs, [num_reads]; how each ended is in its `result`."""
-        _run_kernel()(self.address, address_of(reads), len(reads), _note_nothing_task())
+    def run(self, reads: Record, on_read: int | None = None, params: int = 0) -> None:
+        """Does these READs, [num_reads]; how each ended is in its `result`. The task `on_read` is told of
+        each as `run_reads` says."""
+        on_read = _note_nothing_task() if on_read is None else on_read
+        _run_kernel()(self.address, address_of(reads), len(reads), on_read, params)
 
     def interrupt(self) -> None:
         """Ends what is being read, unless `report_to` gave that to someone else. Called from any thread."""
@@ -446,6 +457,15 @@ def open_for_reading(path: Path, *, direct: bool) -> int:
     if not direct:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     return descriptor
+
+
+def open_model_file(path: Path) -> tuple[int, bool]:
+    """A descriptor for direct I/O where there is any, and whether it is that. Raises ModelFileError."""
+    try:
+        return open_for_reading(path, direct=True), True
+    except OSError:
+        # Some file systems (older tmpfs) refuse it.
+        return open_for_reading(path, direct=False), False
 
 
 def reads_of(

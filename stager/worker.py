@@ -1,4 +1,5 @@
-"""The stager at work: serves the n-gram ring of the gpu_worker, and takes the gateway's hints."""
+"""The stager at work: serves the n-gram ring of the gpu_worker and the blob ring of the cpu_worker, and takes
+the gateway's hints."""
 
 import logging
 import os
@@ -9,18 +10,21 @@ import numpy as np
 
 from shared import quants
 from shared.config import StagerConfig
-from shared.messages import ForgetPrompt, FromBinding, Message, StagePrompt
+from shared.expert_blobs import BlobLayout, ExpertMode
+from shared.messages import ForgetPrompt, FromBinding, Init, Message, StagePrompt
 from shared.model_config import NgramConfig, read_model_config
 from shared.process import ProcessContext
-from shared.ring import Arrays
+from shared.ring import Arrays, RingShape
 from shared.ring_worker import RingWork, run_ring_worker
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import cpu_set
-from shared.work_slots import NgramHeader, ngram_ring
+from shared.work_slots import NgramHeader, blob_ring, ngram_ring
+from stager.expert_blobs import BlobService
 from stager.native_slots import NativeNgrams
 from stager.ngram_rows import MAX_ROWS, RowReader
 from stager.ngram_table import NgramTable, TableOptions
 from stager.prefetch import TOKENS_PER_PIECE, PromptPrefetcher
+from stager.ram_residency import RamResidency
 from stager.read_queue import Faults, ReadQueue
 
 _log = logging.getLogger(__name__)
@@ -66,7 +70,7 @@ class NgramService:
                 staging, config, table.path.name, table.cache.num_places, lambda: self._reader.num_rows, post
             )
         self.work = RingWork(
-            shape=lambda max_tokens: ngram_ring(config, max_tokens),
+            shape=lambda init: ngram_ring(config, init.ring_tokens),
             serve=NgramSlots(self._reader),
             close=self._close,
             native=NativeNgrams(self._reader, config.ngram_size),
@@ -107,13 +111,18 @@ class Stager:
 
     def __init__(self, context: ProcessContext[StagerConfig]) -> None:
         self._context = context
+        config = context.config
+        self._faults = Faults(delay_s=config.io_delay_ms / 1000, fail_every=config.io_fail_every)
         self._prefetcher: PromptPrefetcher | None = None
 
     async def run(self) -> None:
         """Runs until drained."""
         config = self._context.config
         os.sched_setaffinity(0, cpu_set(config.stager_cpus, flag="--stager-cpus", second_half=True))
-        await run_ring_worker(self._context, self._load, self._hint)
+        keeps_experts = config.experts != ExpertMode.MAPPED
+        await run_ring_worker(
+            self._context, self._load, self._hint, load_first=self._load_blobs if keeps_experts else None
+        )
 
     def _load(self, post: Callable[[Message], None]) -> RingWork | None:
         context, config = self._context, self._context.config
@@ -125,14 +134,37 @@ class Stager:
         context.report("compiling the decoder of the n-gram table", 0.1)
         table_format = quants.block_format(context.model.info(NGRAM_TABLE).type.type_id)
         quants.warm(gathered=[table_format])
-        faults = Faults(delay_s=config.io_delay_ms / 1000, fail_every=config.io_fail_every)
         cache_bytes = None if config.ple_cache_mib is None else config.ple_cache_mib << 20
-        options = TableOptions(config.ple_io, cache_bytes, config.io_depth, faults)
+        options = TableOptions(config.ple_io, cache_bytes, config.io_depth, self._faults)
         table = NgramTable(context.model, options, context.report)
         service = NgramService(table, ngram, post)
         self._prefetcher = service.prefetcher
         context.measure = service.gauges
         return service.work
+
+    def _load_blobs(self, post: Callable[[Message], None]) -> RingWork:
+        """What is done for the cpu_worker: experts are read when it asks, or all of them before it begins."""
+        context = self._context
+        num_layers = read_model_config(context.model).num_layers
+        layout = BlobLayout(context.model, num_layers)
+        service = BlobService(layout, ReadQueue(context.config.io_depth, self._faults))
+        residency = RamResidency(context.model, num_layers, context.report)
+
+        def shape(init: Init) -> RingShape:
+            return blob_ring(num_layers, init.places_per_layer, layout.pool_bytes(init.places_per_layer))
+
+        def prepare(init: Init) -> None:
+            if init.experts == ExpertMode.RESIDENT:
+                residency.hold(is_required=context.config.experts == ExpertMode.RESIDENT)
+
+        return RingWork(
+            shape=shape,
+            serve=service,
+            close=service.close,
+            prepare=prepare,
+            release=residency.release,
+            opened=lambda ring, init: service.open(ring, init.places_per_layer),
+        )
 
     def _hint(self, message: FromBinding) -> None:
         if self._prefetcher is None:

@@ -127,15 +127,17 @@ def _processes_in_full(services: Services) -> dict[str, Any]:
     return described
 
 
+# What a process finds out while it loads: the instructions its CPU products use, the device it computes on,
+# how experts are kept.
+_FOUND = ("kernels", "device", "experts", "expert_places", "expert_pool_gib")
+
+
 def _describe_peer(peer: Peer, now: float) -> dict[str, Any]:
     if peer.heartbeat is None:
         return {"state": "absent", "losses": peer.num_losses}
     described = _describe(peer.heartbeat, peer.pid, peer.incarnation)
     described |= {"heartbeat_age_s": round(peer.silence_s(now), 3), "losses": peer.num_losses}
-    # Known once it has loaded: the instructions its CPU products use, the device it computes on.
-    return described | {
-        name: peer.capabilities[name] for name in ("kernels", "device") if name in peer.capabilities
-    }
+    return described | {name: peer.capabilities[name] for name in _FOUND if name in peer.capabilities}
 
 
 def _describe(heartbeat: Heartbeat, pid: int, incarnation: str) -> dict[str, Any]:
@@ -147,4 +149,5 @@ def _describe(heartbeat: Heartbeat, pid: int, incarnation: str) -> dict[str, Any
         "incarnation": incarnation,
         "resident_memory_bytes": int(heartbeat.gauges.get("resident_memory_bytes", 0)),
         "resident_file_bytes": int(heartbeat.gauges.get("resident_file_bytes", 0)),
+        "locked_memory_bytes": int(heartbeat.gauges.get("locked_memory_bytes", 0)),
     }

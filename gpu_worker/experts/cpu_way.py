@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
 from shared.errors import GenerationError
 from shared.ring import Arrays, RingClient
 from shared.run_directory import Role
@@ -41,7 +42,10 @@ class _Views(NamedTuple):
         )
 
 
-SLOT_ARRAYS = "header", "activations", "expert_ids", "expert_weights", "outputs"
+SLOT_ARRAYS = (
+    *("header", "activations", "expert_ids", "expert_weights", "outputs"),
+    *("disk_routes", "reads", "read_bytes"),
+)
 
 
 class CpuExperts:
@@ -51,11 +55,16 @@ class CpuExperts:
     a wait of its has ended with.
     """
 
-    def __init__(self, ring: RingClient, torch_device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, ring: RingClient, torch_device: torch.device, timeout_s: float, files: ExpertFiles
+    ) -> None:
         self._ring = ring
+        _, (max_tokens, _) = ring.shape.arrays["activations"]
+        self.counts = ExpertCounts(files, max_tokens)
+        """What was read for the step at hand; who begins a step begins them."""
         offsets = (ring.offsets[name] for name in SLOT_ARRAYS)
-        self.native_way = array("l", [ring.address, *offsets, round(timeout_s * 1e9)])
-        """The ring's address, where the arrays of its slots begin, and the longest wait in ns."""
+        self.native_way = array("l", [ring.address, *offsets, round(timeout_s * 1e9), *self.counts.native])
+        """The ring's address, where the arrays of its slots begin, the longest wait in ns, and the counts."""
         self._device = torch_device
         self._is_on_cpu = torch_device.type == "cpu"
         self._timeout_s = timeout_s
@@ -86,6 +95,7 @@ class CpuExperts:
         started = time.perf_counter()
         slot = self._ring.wait(ticket, self._timeout_s, Role.CPU_WORKER)
         self.waited_s += time.perf_counter() - started
+        self.counts.add(slot)
         outputs = self._views_of(slot, self._num_tokens).outputs
         return outputs if self._is_on_cpu else outputs.to(self._device)
 

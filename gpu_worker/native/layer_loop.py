@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpu_worker.experts.cpu_way import SLOT_ARRAYS, CpuExperts
 from gpu_worker.native.workspace import Floats
 from gpu_worker.ngram_way import StagedFeatures
-from shared.native.memory import clock_ns, floats_at, ids_at, load, store
+from shared.native.memory import clock_ns, floats_at, ids_at, integers_at, load, store
 from shared.native.program import Program
 from shared.native.records import fields, reader, record
 from shared.native.ring import (
@@ -35,7 +35,7 @@ from shared.native.ring import (
 from shared.native.task import address_of
 from shared.native.team import Team, run_entries
 from shared.quants.jit import INTEGER, compile_kernel, jitable
-from shared.work_slots import ExpertHeader
+from shared.work_slots import PARTS, ExpertHeader
 
 # Rows of the table of layers. The last row has what follows the last layer, without experts.
 _PROGRAM = ("entries", "num_entries", "num_units", "cost_ns")
@@ -62,6 +62,13 @@ STEP = fields(
     "ring",
     *(f"slot_{name}" for name in SLOT_ARRAYS),
     "timeout_ns",
+    # What is added up of the slots (`ExpertCounts.native`).
+    "max_tokens",
+    "file_index",  # i64 [layers, 3]
+    "disk_routes",  # i32 [max_tokens]
+    "file_reads",  # i64 [files, max_tokens]
+    "file_read_bytes",  # i64 [files, max_tokens]
+    "totals",  # i64 [3]
     # The stager's ring, where the features of its slots begin, how long it is waited for
     # (`StagedFeatures.native_way`), and the ticket of the step.
     "ngram_ring",
@@ -83,6 +90,9 @@ _OUTPUTS, _TICKET, _WAITED_NS = _PLACES["outputs"], _PLACES["ticket"], _PLACES["
 _DONE, _EXPERTS_FAILED, _NGRAM_FAILED = range(3)
 _layer_at = reader(LAYER)
 _step_at = reader(STEP)
+_NUM_READ, _DISK_WAIT_NS, _MAJOR_FAULTS = (
+    int(place) for place in (ExpertHeader.NUM_READ, ExpertHeader.DISK_WAIT_NS, ExpertHeader.MAJOR_FAULTS)
+)
 _LAYER_NUMBER, _NUM_TOKENS = (8 * int(place) for place in (ExpertHeader.LAYER, ExpertHeader.NUM_TOKENS))
 
 
@@ -124,14 +134,38 @@ def _is_served(ring: int, ticket: int, patience_ns: int) -> bool:
 
 
 @jitable
-def _collect(step_address: int) -> bool:
-    """Waits for the outputs of the ticket; whether they are there."""
+def _count(step_address: int, layer: int) -> None:
+    """Adds up what the slot of the ticket says of reads, as `ExpertCounts.add` does."""
+    step = _step_at(step_address)
+    slot = slot_of(step.ring, step.ticket)
+    header, totals = integers_at(slot + step.slot_header), integers_at(step.totals)
+    totals[0] += header[_NUM_READ]
+    totals[1] += header[_DISK_WAIT_NS]
+    totals[2] += header[_MAJOR_FAULTS]
+    if header[_NUM_READ] == 0:
+        return
+    routes, to_routes = ids_at(slot + step.slot_disk_routes), ids_at(step.disk_routes)
+    reads, to_reads = ids_at(slot + step.slot_reads), integers_at(step.file_reads)
+    num_bytes, to_num_bytes = integers_at(slot + step.slot_read_bytes), integers_at(step.file_read_bytes)
+    files = integers_at(step.file_index + 8 * len(PARTS) * layer)
+    for token in range(step.num_tokens):
+        to_routes[token] += routes[token]
+        for part in range(len(PARTS)):
+            to = files[part] * step.max_tokens + token
+            to_reads[to] += reads[len(PARTS) * token + part]
+            to_num_bytes[to] += num_bytes[len(PARTS) * token + part]
+
+
+@jitable
+def _collect(step_address: int, layer: int) -> bool:
+    """Waits for the outputs of the ticket, which are a layer's; whether they are there."""
     step = _step_at(step_address)
     started = clock_ns()
     is_served = _is_served(step.ring, step.ticket, step.timeout_ns)
     step.waited_ns += clock_ns() - started
     if is_served:
         step.outputs = slot_of(step.ring, step.ticket) + step.slot_outputs
+        _count(step_address, layer)
     return is_served
 
 
@@ -173,7 +207,7 @@ def _run_layers(step_address: int, start: int, stop: int) -> int:
             layer.shared_num_units,
             layer.shared_cost_ns,
         )
-        if not _collect(step_address):
+        if not _collect(step_address, number):
             return _EXPERTS_FAILED
     return _DONE
 

@@ -5,6 +5,7 @@ vocabulary of 248,320 tokens), whatever its size. Everything read is checked aga
 truncated file is refused here, by name and offset, and not by a bus error later.
 """
 
+import errno
 import mmap
 import os
 import stat
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 
 from shared.errors import ModelFileError, UnsupportedModelError
 from shared.gguf.types import TensorType, tensor_type
+from shared.locked_memory import lock_memory, unlock_memory
 
 _MAGIC = b"GGUF"
 _SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _ALIGNMENTS = [1 << bits for bits in range(32)]
 _MAX_RANK = 4
+_MADV_POPULATE_READ = 22  # not named by Python's mmap before 3.14
 _STRING, _ARRAY = 8, 9
 _SCALARS: dict[int, np.dtype[np.generic]] = {
     0: np.dtype("u1"),
@@ -144,6 +147,24 @@ class GGUFFile:
     def will_need(self, start: int, num_bytes: int) -> None:
         """Asks the kernel to read a page-aligned range soon; it does not wait for it."""
         self._map.madvise(mmap.MADV_WILLNEED, start, min(num_bytes, self._size - start))
+
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Returns when a page-aligned range is in RAM. Raises OSError where it cannot be read; a kernel that
+        does not know how (before 5.14) reads it later."""
+        try:
+            self._map.madvise(_MADV_POPULATE_READ, start, num_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+
+    def lock(self, start: int, num_bytes: int) -> None:
+        """Keeps a page-aligned range in RAM until the file is closed. Raises OSError where that is not
+        allowed."""
+        lock_memory(np.frombuffer(self._map, np.uint8).ctypes.data + start, num_bytes)
+
+    def unlock(self, start: int, num_bytes: int) -> None:
+        """Lets a range be given up again that was locked; nothing happens where it was not."""
+        unlock_memory(np.frombuffer(self._map, np.uint8).ctypes.data + start, num_bytes)
 
     def close(self) -> None:
         """Unmaps the file; views taken from it must be gone (BufferError otherwise)."""

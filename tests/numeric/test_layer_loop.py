@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.in_process import InProcessModel
+from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.model.batch import Batch
 from shared import demo_model
@@ -129,7 +130,7 @@ def waiting(prepare: Callable[[str], Prepared]) -> Iterator[tuple[InProcessModel
 
 def step(model: InProcessModel, ring: RingClient, timeout_s: float) -> CpuExperts:
     """A step of three tokens, whose experts are behind the ring."""
-    experts = CpuExperts(ring, CPU, timeout_s)
+    experts = CpuExperts(ring, CPU, timeout_s, ExpertFiles.of(model.file, model.config.num_layers))
     model.experts = experts  # type: ignore[assignment]
     model.step([(model.new_sequence(), [1, 2, 3])])
     return experts
@@ -138,7 +139,7 @@ def step(model: InProcessModel, ring: RingClient, timeout_s: float) -> CpuExpert
 def test_silence_is_a_stall(waiting: tuple[InProcessModel, RingClient]) -> None:
     """With the words of the way in Python; the time counts as waited for."""
     model, ring = waiting
-    experts = CpuExperts(ring, CPU, 0.05)
+    experts = CpuExperts(ring, CPU, 0.05, ExpertFiles.of(model.file, model.config.num_layers))
     model.experts = experts  # type: ignore[assignment]
     started = time.monotonic()
     with pytest.raises(

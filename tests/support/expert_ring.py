@@ -10,6 +10,7 @@ import torch
 from cpu_worker.expert_layer import ExpertLayer
 from cpu_worker.native_slots import NativeExperts
 from cpu_worker.worker import ExpertService
+from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.ngram_way import StagedFeatures
 from shared.gguf.model import GGUFModel
@@ -58,7 +59,7 @@ def served_experts(file: GGUFModel, max_tokens: int, *, natively: bool) -> Itera
     with open_ring(expert_ring(config, max_tokens)) as client:
         native = NativeExperts(layers, team) if natively else None
         with served(client, ExpertService(layers, team), native):
-            yield CpuExperts(client, CPU, 60)
+            yield CpuExperts(client, CPU, 60, ExpertFiles.of(file, config.num_layers))
 
 
 @contextmanager

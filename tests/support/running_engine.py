@@ -4,6 +4,7 @@ The rings are real, and so is the work in their slots; `gate` and `on_experts` l
 it.
 """
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 
 from cpu_worker.expert_layer import ExpertLayer
+from cpu_worker.native_slots import NativeExperts
 from cpu_worker.worker import ExpertService
 from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.engine import AttachRing, DetachRing, Engine
+from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.scheduler import Scheduler
 from shared.errors import WorkerFailedError
@@ -37,11 +40,12 @@ from shared.messages import (
 )
 from shared.model_config import read_model_config
 from shared.native.team import Team
-from shared.ring import Arrays, RingClient, RingServer, RingShape
+from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
 from shared.run_directory import Role, new_incarnation
 from shared.work_slots import expert_ring, ngram_ring
 from stager.ngram_rows import open_rows
 from stager.worker import NgramSlots
+from tests.support.expert_pool import Pooled, pooled
 
 TIMEOUT_S = 60.0
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -67,8 +71,11 @@ class RunningEngine:
         prefill: int = 16,
         watchdog_s: float = TIMEOUT_S,
         torch_device: torch.device | None = None,
+        places_per_layer: int = 0,
+        natively: bool = False,
     ) -> None:
-        """On the CpuDevice, or on a TorchDevice where `torch_device` is given."""
+        """On the CpuDevice, or on a TorchDevice where `torch_device` is given. Experts come from a pool with
+        `places_per_layer`, if it is not 0, and are served in machine code if `natively`."""
         file = GGUFModel(path)
         config = read_model_config(file)
         self.device: Device = CpuDevice(file, 1) if torch_device is None else TorchDevice(file, torch_device)
@@ -83,7 +90,13 @@ class RunningEngine:
         self.scheduler = Scheduler(max_running=parallel, prefill_tokens=prefill)
         self.messages: queue.Queue[Message] = queue.Queue()
         self.engine = Engine(
-            self.model, self.device.torch_device, self.scheduler, self.messages.put, watchdog_s, path.name
+            self.model,
+            self.device.torch_device,
+            self.scheduler,
+            self.messages.put,
+            watchdog_s,
+            ExpertFiles.of(file, config.num_layers),
+            path.name,
         )
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count()
@@ -91,26 +104,31 @@ class RunningEngine:
         self._workers: dict[Role, _Worker] = {}
         max_tokens = parallel + prefill
         self._team = Team(1)
-        service = ExpertService([ExpertLayer(file, layer) for layer in range(config.num_layers)], self._team)
+        self._pool_files = contextlib.ExitStack()
+        self.pooled: Pooled | None = None
+        if places_per_layer:
+            self.pooled = self._pool_files.enter_context(pooled(file, places_per_layer))
+        pool = self.pooled.pool if self.pooled is not None else None
+        layers = [ExpertLayer(file, layer, pool) for layer in range(config.num_layers)]
+        service = ExpertService(layers, self._team, pool)
+        native = NativeExperts(layers, self._team, pool) if natively else None
 
         def compute_experts(slot: Arrays) -> None:
             self.gate.wait(TIMEOUT_S)
             service(slot)
             self.on_experts(slot)
 
-        self._work: dict[Role, tuple[RingShape, Callable[[Arrays], None]]] = {
-            Role.CPU_WORKER: (expert_ring(config, max_tokens), compute_experts)
+        self._work: dict[Role, tuple[RingShape, Callable[[Arrays], None], NativeWork | None]] = {
+            Role.CPU_WORKER: (expert_ring(config, max_tokens), compute_experts, native)
         }
         if config.ngram is not None:
             slots = NgramSlots(open_rows(file, config.ngram))
-            self._work[Role.STAGER] = (ngram_ring(config.ngram, max_tokens), slots)
+            self._work[Role.STAGER] = (ngram_ring(config.ngram, max_tokens), slots, None)
 
     def attach(self, role: Role) -> None:
         """Starts a worker and tells the engine."""
-        shape, work = self._work[role]
-        worker = self._workers[role] = _Worker(
-            f"{role}-{next(self._numbers)}", self._incarnation, shape, work
-        )
+        purpose = f"{role}-{next(self._numbers)}"
+        worker = self._workers[role] = _Worker(purpose, self._incarnation, *self._work[role])
         self.engine.submit(AttachRing(role, worker.client))
 
     def attach_all(self) -> None:
@@ -178,6 +196,7 @@ class RunningEngine:
             worker.stop()
         self.device.close()
         self._team.close()
+        self._pool_files.close()
 
 
 @contextmanager
@@ -196,11 +215,18 @@ class _Worker:
     """The other end of a ring, served by a thread."""
 
     def __init__(
-        self, purpose: str, incarnation: str, shape: RingShape, work: Callable[[Arrays], None]
+        self,
+        purpose: str,
+        incarnation: str,
+        shape: RingShape,
+        work: Callable[[Arrays], None],
+        native: NativeWork | None,
     ) -> None:
         self.client = RingClient(shape, purpose, incarnation, spin_s=0)
         self._server = RingServer(shape, self.client.descriptor, spin_s=0)
-        self._thread = threading.Thread(target=self._server.serve, args=(work,), name=purpose, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve, args=(work, native), name=purpose, daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:

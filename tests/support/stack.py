@@ -281,8 +281,9 @@ class Stack:
         return None
 
     def segments(self) -> list[str]:
-        """Its shared-memory segments: they are named after the gpu_worker that made them."""
-        makers = set(re.findall(r"gpu_worker\.([0-9a-f]{8}) ", self.log))
+        """Its shared-memory segments: they are named after the gpu_worker or the cpu_worker that made
+        them."""
+        makers = set(re.findall(r"[cg]pu_worker\.([0-9a-f]{8}) ", self.log))
         return [path.name for path in Path("/dev/shm").glob("strata-*") if path.name[-8:] in makers]
 
     # Ending.
@@ -306,12 +307,12 @@ class Stack:
         assert not self.run_dir.exists(), sorted(self.run_dir.iterdir())
 
     def assert_only_living_remain(self) -> None:
-        """After a recovery: four processes and a supervisor, and the segments of the living gpu_worker."""
+        """After a recovery: four processes and a supervisor, and the segments of those that make some."""
         health = self.health()
         pids = {process["pid"] for process in health["processes"].values()}
         assert set(self.living_pids()) == pids | {self.supervisor.pid}
-        maker = health["processes"]["gpu_worker"]["incarnation"]
-        assert {name[-8:] for name in self.segments()} == {maker}
+        makers = {health["processes"][role]["incarnation"] for role in ("gpu_worker", "cpu_worker")}
+        assert {name[-8:] for name in self.segments()} <= makers
 
     def dispose(self) -> None:
         """Kills what still lives, whatever went wrong before, and removes the files."""

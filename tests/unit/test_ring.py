@@ -54,6 +54,19 @@ def submit(client: RingClient, value: int) -> int:
     return client.submit()
 
 
+def test_common_arrays_are_seen_by_both_sides() -> None:
+    """There is one of each, whatever the slot; who expects another one is refused."""
+    shape = RingShape(2, SHAPE.arrays, {"z": (np.int64, (3,))})
+    client = RingClient(shape, "test", "0" * 8, spin_s=0)
+    server = RingServer(shape, client.descriptor, spin_s=0)
+    server.common["z"][:] = 1, 2, 3
+    assert client.common["z"].tolist() == [1, 2, 3]
+    with pytest.raises(ProtocolError, match="another layout"):
+        RingServer(SHAPE, client.descriptor, spin_s=0)
+    server.close()
+    client.close()
+
+
 @pytest.mark.parametrize("spin_s", [0, 1e-3])
 def test_results_come_back_in_their_slots(client: RingClient, spin_s: float) -> None:
     """Many more submissions than slots, two under way at a time: each ticket gets its own result."""

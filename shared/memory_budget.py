@@ -1,0 +1,164 @@
+"""How much memory there is for experts: what is available, what must stay free, what else will be needed.
+
+*Available* is what the kernel could give without swapping: MemAvailable, or what a control group (of version
+1 or 2, or one above it) leaves to its limit, whichever is less. Pages of files count as available there,
+since they can be given back; what of them will be needed all the time is subtracted as a need.
+
+The *floor* is what loading never takes: a sixteenth of all memory (of the machine, or of the group that
+limits it), and at least 128 MiB. It is for what cannot be known: other programs, and pages of files that are
+read again and again.
+
+*Needs* are what the stack will take beside experts. Estimates, each said to the log; `--ram-budget` overrules
+them, but not the floor.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shared.gguf.model import GGUFModel
+from shared.model_config import Qwen4ExpConfig
+from shared.tensor_catalog import TensorClass, classify
+
+_FLOOR_PART = 16
+_SMALLEST_FLOOR = 128 << 20
+# Private memory of the four processes once they serve, measured; torch is a third of it.
+_PROCESSES_BYTES = 800 << 20
+# For how many tokens of context, of all requests together, keys and values are accounted for.
+_CONTEXT_TOKENS = 8192
+_FLOAT_BYTES = 4
+# Rings, what the steps of a model keep between layers, rows of the n-gram table.
+_BUFFERS_BYTES = 128 << 20
+# Read by rows, or not at all.
+_NOT_DENSE = {
+    TensorClass.EXPERTS_GATE_UP,
+    TensorClass.EXPERTS_DOWN,
+    TensorClass.NGRAM_TABLE,
+    TensorClass.EMBEDDING,
+    TensorClass.PREDICTION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What this process and its peers can have, in bytes. `total` is of the machine, or of the group whose
+    limit `available` comes from."""
+
+    total: int
+    available: int
+
+    @property
+    def floor(self) -> int:
+        """What has to stay free."""
+        return max(_SMALLEST_FLOOR, self.total // _FLOOR_PART)
+
+    def with_locked(self, held: "Held") -> "Memory":
+        """As if the stack had locked nothing: what it has locked is what it would take again."""
+        return replace(self, available=min(self.total, self.available + held.locked))
+
+
+def read_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Memory:
+    """What is available now. Raises OSError where /proc does not say."""
+    lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    total, available = (1024 * int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    found = [Memory(total, available), *(group for group in _groups(proc, groups) if group.total < total)]
+    return min(found, key=lambda memory: memory.available)
+
+
+def _groups(proc: Path, root: Path) -> Iterator[Memory]:
+    """Every group this process is in that has a limit."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            mount, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        elif number == "0" and not controllers:
+            mount, names = root, ("memory.max", "memory.current", "")
+        else:
+            continue
+        # In a container the path may be one that only the host sees; the group is then at the root.
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(mount) and (memory := _group(folder, *names)) is not None:
+                yield memory
+
+
+def _group(folder: Path, limit_name: str, usage_name: str, prefix: str) -> Memory | None:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = int((folder / usage_name).read_text())
+        lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        stat = {name: int(value) for name, value in lines}
+    except (OSError, ValueError):
+        return None
+    if not limit.isdigit():
+        return None
+    # Pages of files that are locked are in neither of these lists.
+    files = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+    return Memory(int(limit), max(0, int(limit) - usage + files))
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the stack will take beside experts, in bytes."""
+
+    dense: int
+    """Weights that every token needs, where the file maps them."""
+    context: int
+    """Keys and values."""
+    processes: int
+    """Programs, and what they keep in their own memory, beyond what they have already."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.dense + self.context + self.processes
+
+
+def needs_of(model: GGUFModel, config: Qwen4ExpConfig, held: "Held") -> Needs:
+    """What a stack with this model will take, less what it has of that already."""
+    dense = sum(model.info(name).num_bytes for name in model if classify(name, config) not in _NOT_DENSE)
+    if "output.weight" not in model:
+        dense += model.info("token_embd.weight").num_bytes
+    num_attention = sum(not recurrent for recurrent in config.is_recurrent)
+    key_and_value = 2 * config.num_kv_heads * config.head_dim + config.indexer.head_dim
+    return Needs(
+        dense=dense,
+        context=num_attention * key_and_value * _FLOAT_BYTES * min(_CONTEXT_TOKENS, config.context_length),
+        processes=max(0, _PROCESSES_BYTES - held.private) + _BUFFERS_BYTES,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the stack's processes hold already: memory of their own, and pages they have locked, in bytes."""
+
+    private: int
+    locked: int
+
+
+def held_by_stack(proc: Path = Path("/proc"), *, is_supervised: bool) -> Held:
+    """Of this process, and of its siblings where one supervisor has started them all. Of processes in other
+    containers nothing is known, so that too much is kept free for them rather than too little."""
+    processes = [proc / "self"]
+    if is_supervised:
+        parent = proc / str(os.getppid()) / "task"
+        try:
+            children = [pid for task in parent.iterdir() for pid in (task / "children").read_text().split()]
+            processes = [proc / pid for pid in children]
+        except OSError:
+            pass
+    statuses = [_status(folder) for folder in processes]
+    return Held(
+        private=sum(status.get("RssAnon", 0) for status in statuses),
+        locked=sum(status.get("VmLck", 0) for status in statuses),
+    )
+
+
+def _status(folder: Path) -> dict[str, int]:
+    """The numbers of a process's status that are in kB, in bytes; none where it is gone."""
+    try:
+        lines = (line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        return {name: 1024 * int(value.split()[0]) for name, value in lines if value.endswith(" kB")}
+    except OSError:
+        return {}

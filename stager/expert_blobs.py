@@ -1,0 +1,157 @@
+"""Serves the cpu_worker's blob ring: reads blobs of experts into the places they are to go to.
+
+What is in which place is the cpu_worker's business; here it is read, and the place's state written when its
+three parts are there, whatever else of the slot is still under way.
+"""
+
+import errno
+import functools
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.expert_blobs import BlobLayout, up_to_page
+from shared.native.memory import futex_wake_shared, ids_at, integers_at, load, store_shared
+from shared.native.records import Record, fields, reader, record
+from shared.native.ring import INTERRUPT
+from shared.native.task import address_of
+from shared.quants.jit import compile_task
+from shared.ring import Arrays, RingServer
+from shared.work_slots import PARTS, BlobHeader
+from stager.read_queue import PAGE_BYTES, READ, READ_BYTES, ReadQueue, open_model_file
+
+_NUM_PARTS = len(PARTS)
+_THERE = 1
+_EVERYONE = 1 << 30
+
+BATCH = fields(
+    "reads",  # READ [num_blobs, 3], of a slot's blobs
+    "numbers",  # i64 [num_blobs]: of their places, among the places of all layers
+    "to_come",  # i64 [num_blobs]: parts that have not ended
+    "errors",  # i64 [num_blobs]: the negative errno of one that failed, 0 for none
+    # Common arrays of the ring.
+    "states",  # i64 [num_places]
+    "place_reads",  # i32 [num_places, 3]
+    "place_bytes",  # i64 [num_places, 3]
+    "arrived",  # the word that is counted up with every blob
+)
+_batch_at = reader(BATCH)
+_read_at = reader(READ)
+
+
+def _part_arrived(params: int, read_address: int, data: int, scratch: int) -> None:
+    """Params BATCH: notes that a part has been read; and its blob, if it was the last one."""
+    if read_address == 0:
+        return
+    batch, read = _batch_at(params), _read_at(read_address)
+    index = (read_address - batch.reads) // READ_BYTES
+    blob = index // _NUM_PARTS
+    number = integers_at(batch.numbers)[blob]
+    at = number * _NUM_PARTS + index % _NUM_PARTS
+    ids_at(batch.place_reads)[at] = read.num_calls
+    integers_at(batch.place_bytes)[at] = read.num_brought
+    errors, to_come = integers_at(batch.errors), integers_at(batch.to_come)
+    if read.result < 0:
+        errors[blob] = read.result
+    to_come[blob] -= 1
+    if to_come[blob] == 0:
+        # In this order: whoever sees the state may use the place, and is woken to see it.
+        store_shared(batch.states + 8 * number, errors[blob] if errors[blob] != 0 else _THERE)
+        store_shared(batch.arrived, load(batch.arrived) + 1)
+        futex_wake_shared(batch.arrived, _EVERYONE)
+
+
+@functools.cache
+def _part_arrived_task() -> int:
+    return compile_task(_part_arrived, "expert_part_arrived")
+
+
+class BlobService:
+    """Does the work of blob slots, one ring after the other."""
+
+    def __init__(self, layout: BlobLayout, queue: ReadQueue) -> None:
+        """Raises ModelFileError where a file cannot be opened."""
+        self._layout = layout
+        self._queue = queue
+        self._on_read = _part_arrived_task()
+        self._descriptors: dict[str, int] = {}
+        self._is_direct: dict[int, bool] = {}
+        for blobs in layout.layers:
+            for part in blobs.parts:
+                path = part.file.path
+                if str(path) not in self._descriptors:
+                    descriptor, is_direct = open_model_file(path)
+                    self._descriptors[str(path)] = descriptor
+                    self._is_direct[descriptor] = is_direct
+        self._places_per_layer = 0
+        self._ring: RingServer
+
+    def open(self, ring: RingServer, places_per_layer: int) -> None:
+        """The slots to come are of this ring."""
+        self._ring, self._places_per_layer = ring, places_per_layer
+        self._queue.report_to(ring.status_address, ring.address + INTERRUPT)
+
+    def __call__(self, slot: Arrays) -> None:
+        layer, count = (int(slot["header"][place]) for place in (BlobHeader.LAYER, BlobHeader.COUNT))
+        places = slot["places"][:count].astype(np.int64)
+        numbers = layer * self._places_per_layer + places
+        common = self._ring.common
+        try:
+            common["reads"][numbers] = 0
+            common["read_bytes"][numbers] = 0
+            reads = self._reads(layer, slot["experts"][:count].astype(np.int64), places)
+            to_come, errors = np.full(count, _NUM_PARTS, np.int64), np.zeros(count, np.int64)
+            batch = record(
+                BATCH,
+                reads=reads,
+                numbers=numbers,
+                to_come=to_come,
+                errors=errors,
+                states=common["states"],
+                place_reads=common["reads"],
+                place_bytes=common["read_bytes"],
+                arrived=common["arrived"],
+            )
+            self._queue.run(reads, self._on_read, address_of(batch))
+        except BaseException:
+            self._give_up(numbers)
+            raise
+        self._forget_pages(reads)
+
+    def close(self) -> None:
+        """Closes the files and the queue. No slot may be served."""
+        self._queue.close()
+        for descriptor in self._is_direct:
+            os.close(descriptor)
+
+    def _reads(self, layer: int, experts: NDArray[np.int64], places: NDArray[np.int64]) -> Record:
+        """READs of the whole pages of all parts, [num_blobs, 3] one after the other."""
+        blobs = self._layout.layers[layer]
+        pool = up_to_page(address_of(self._ring.common["pool"]))
+        pool += self._layout.first_place(layer, self._places_per_layer)
+        reads = np.zeros((len(experts), _NUM_PARTS), READ)
+        for number, part in enumerate(blobs.parts):
+            starts = part.offset + experts * part.num_bytes
+            begins = starts // PAGE_BYTES * PAGE_BYTES
+            needed = starts + part.num_bytes - begins
+            of_part = reads[:, number]
+            of_part["file"] = self._descriptors[str(part.file.path)]
+            of_part["offset"] = begins
+            of_part["needed"] = needed
+            of_part["num_bytes"] = -(-needed // PAGE_BYTES) * PAGE_BYTES
+            of_part["address"] = pool + places * blobs.place_bytes + part.at
+        return reads.reshape(-1)
+
+    def _forget_pages(self, reads: Record) -> None:
+        """What came through the page cache is in the pool now, and nobody reads it there again."""
+        if all(self._is_direct.values()):
+            return
+        for descriptor, offset, num_bytes in reads[["file", "offset", "num_bytes"]].tolist():
+            os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _give_up(self, numbers: NDArray[np.int64]) -> None:
+        """Nothing was read, nor will be."""
+        common = self._ring.common
+        common["states"][numbers] = -errno.EIO
+        common["arrived"][0] += 1

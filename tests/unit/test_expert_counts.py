@@ -1,0 +1,129 @@
+"""Which way routes went and what was read for whom, from the slots of the cpu_worker to the end of a
+request."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
+from gpu_worker.sequence import Clock
+from shared.messages import RequestFinished, RequestTimings
+from tests.support.running_engine import RunningEngine, running_engine
+from tests.support.tiny_model import NUM_LAYERS, tiny_model
+
+pytestmark = pytest.mark.timeout(60, method="thread")
+
+NUM_USED = 2
+PROMPTS = {"a": [3, 5, 7, 11, 13, 17, 19], "b": [2, 4, 6]}
+NUM_NEW = 6
+# What is computed of a request: its prompt, and what was generated but for the last token.
+ROUTES = {name: (len(prompt) + NUM_NEW - 1) * NUM_LAYERS * NUM_USED for name, prompt in PROMPTS.items()}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A model in two files: experts of the second layer, and what down is of the third, in the second one."""
+    folder = tmp_path_factory.mktemp("split")
+    return tiny_model().write_split(
+        folder / "tiny.gguf", lambda name: "blk.1.ffn_" in name or "blk.2.ffn_down_exps" in name
+    )
+
+
+def finished(running: RunningEngine) -> dict[str, RequestTimings]:
+    """The timings of two requests that share steps."""
+    for name, prompt in PROMPTS.items():
+        running.ask(name, prompt, NUM_NEW)
+    ends = {name: running.answer(name).end for name in PROMPTS}
+    assert all(isinstance(end, RequestFinished) for end in ends.values()), ends
+    return {name: end.timings for name, end in ends.items()}  # type: ignore[union-attr]
+
+
+@pytest.fixture(params=["machine code", "Python", "torch"])
+def running(request: pytest.FixtureRequest, parts: list[Path]) -> Iterator[RunningEngine]:
+    """With a pool as small as it may be, and each way the counts can come."""
+    with ExitStack() as stack:
+        yield stack.enter_context(
+            running_engine(
+                parts[0],
+                places_per_layer=2 * NUM_USED,
+                natively=request.param == "machine code",
+                torch_device=torch.device("cpu") if request.param == "torch" else None,
+            )
+        )
+
+
+def test_routes_and_reads_add_up(running: RunningEngine) -> None:
+    """Every route is one to RAM or one to the disk; the reads of all requests are all that were made, by
+    file; for every blob there is a route."""
+    assert running.pooled is not None
+    timings = finished(running)
+    for name, ours in timings.items():
+        assert ours.routes.ram + ours.routes.disk == ROUTES[name]
+        assert ours.routes.device == ours.routes.skipped == 0
+        assert ours.major_faults >= 0
+    files = {
+        reads.file: sum(
+            other.num_reads for ours in timings.values() for other in ours.disk if other.file == reads.file
+        )
+        for ours in timings.values()
+        for reads in ours.disk
+    }
+    assert sum(files.values()) == running.pooled.reader.num_reads
+    assert set(files) == {f"tiny-0000{number}-of-00002.gguf" for number in (1, 2)}
+    num_bytes = sum(reads.num_bytes for ours in timings.values() for reads in ours.disk)
+    assert num_bytes == running.pooled.reader.num_bytes
+    num_blobs = sum(files.values()) // 3
+    assert sum(ours.routes.disk for ours in timings.values()) >= num_blobs > 0
+    assert all(reads.wait_s > 0 for ours in timings.values() for reads in ours.disk)
+
+
+def test_all_in_ram(parts: list[Path]) -> None:
+    """Without a pool nothing is read, as far as anyone can tell."""
+    with running_engine(parts[0]) as running:
+        for name, ours in finished(running).items():
+            assert (ours.routes.ram, ours.routes.disk, ours.disk) == (ROUTES[name], 0, [])
+
+
+def test_a_failed_step_leaves_nothing_behind(parts: list[Path]) -> None:
+    """What a step had counted when it failed is not the next one's."""
+    with running_engine(parts[0], places_per_layer=4, natively=True) as running:
+        assert running.pooled is not None
+        reader = running.pooled.reader
+
+        def spoil(reads: list[object]) -> None:
+            if reader.num_reads >= 9:
+                raise RuntimeError("no such luck")
+
+        reader.before = spoil  # type: ignore[assignment]
+        running.ask("failed", [1, 2, 3], 2)
+        assert not isinstance(running.answer("failed").end, RequestFinished)
+        reader.before = lambda reads: None
+        running.wait_idle()
+        before = reader.num_reads
+        for ours in finished(running).values():
+            assert sum(reads.num_reads for reads in ours.disk) <= reader.num_reads - before
+
+
+def test_a_wait_is_divided_by_bytes() -> None:
+    """Between the files that were read, and in full for each request of the step; none for a file without."""
+    files = ExpertFiles(("x", "y", "z"), np.zeros((1, 3), np.int64))
+    counts = ExpertCounts(files, 4)
+    counts.read_bytes[0, 0], counts.read_bytes[1, 2] = 300, 100
+    counts.reads[0, 0], counts.reads[1, 2] = 3, 1
+    counts.disk_routes[:3] = 1
+    counts._totals[:] = 4, 8_000_000_000, 5
+    clock = Clock(arrived_at=0.0)
+    clock.add_experts(counts, 0, 2, 10)
+    clock.add_experts(counts, 0, 2, 10)
+    timings = clock.timings(1.0)
+    assert [(reads.file, reads.num_reads, reads.num_bytes, reads.wait_s) for reads in timings.disk] == [
+        ("x", 6, 600, 12.0),
+        ("y", 0, 0, 4.0),
+    ]
+    assert (timings.routes.ram, timings.routes.disk, timings.major_faults) == (36, 4, 10)
+    counts.begin()
+    assert counts.num_read == counts.wait_s == counts.major_faults == counts.read_bytes.sum() == 0
