@@ -109,7 +109,8 @@ def _account(budget_gib: float, memory: Memory, needs: Needs) -> str:
         return f"--ram-budget {budget_gib:g}"
     return (
         f"available {_gib(memory.available)}, of which {_gib(memory.floor)} stay free; dense weights "
-        f"{_gib(needs.dense)}, context {_gib(needs.context)}, processes {_gib(needs.processes)}"
+        f"{_gib(needs.dense)}, context {_gib(needs.context)}, n-gram rows {_gib(needs.rows)}, "
+        f"processes {_gib(needs.processes)}"
     )
 
 

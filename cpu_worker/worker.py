@@ -14,13 +14,13 @@ from shared import quants
 from shared.arena import free_shared_memory, sweep_segments
 from shared.config import CpuWorkerConfig
 from shared.expert_blobs import BlobLayout, ExpertMode
-from shared.memory_budget import held_by_stack, needs_of, read_memory
+from shared.memory_budget import held_by_stack, needs_of, read_memory, row_cache_bytes
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.native.team import Team
 from shared.process import SUPERVISED_VARIABLE, ProcessContext
 from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
-from shared.tensor_catalog import check_tensors
+from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import cpu_set, meeting_cpu, num_threads_on
 from shared.work_slots import ExpertHeader, expert_ring, shared_memory_needed
 
@@ -109,12 +109,15 @@ class CpuWorker:
         sweep_segments()
         layout = BlobLayout(context.model, model_config.num_layers)
         held = held_by_stack(is_supervised=SUPERVISED_VARIABLE in os.environ)
+        memory = read_memory().with_locked(held)
+        table_bytes = context.model.info(NGRAM_TABLE).num_bytes if NGRAM_TABLE in context.model else 0
+        row_bytes = row_cache_bytes(memory, table_bytes, config.ple_io, config.ple_cache_bytes)
         residency = decide(
             config.experts,
             config.ram_budget,
             experts_of(model_config, layout),
-            read_memory().with_locked(held),
-            needs_of(context.model, model_config, held),
+            memory,
+            needs_of(context.model, model_config, held, row_bytes),
             free_shared_memory() - _RING_STEPS * shared_memory_needed(model_config, _RING_TOKENS),
         )
         keeping = StagerListener(context.identity.incarnation, residency, layout, model_config.num_experts)

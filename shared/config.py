@@ -206,8 +206,8 @@ class GpuWorkerConfig(CapacityConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig(CommonConfig):
-    """What the cpu_worker and the stager have to agree on."""
+class MemoryConfig(CommonConfig):
+    """What the cpu_worker and the stager have to agree on: who takes how much memory."""
 
     experts: str = setting(
         EXPERT_SETTINGS[0],
@@ -223,10 +223,30 @@ class ExpertsConfig(CommonConfig):
         unit="GiB",
         minimum=0,
     )
+    ple_io: str = setting(
+        "auto",
+        "where rows of the n-gram table come from: direct reads them past the page cache, mmap through it, "
+        "ram loads the whole table; auto measures",
+        group=_MEMORY,
+        choices=PLE_IO,
+    )
+    ple_cache_mib: int | None = setting(
+        None,
+        "memory for rows of the n-gram table (default: a 32nd of all memory, 1024 at most)",
+        group=_MEMORY,
+        unit="MiB",
+        minimum=0,
+        maximum=1 << 24,
+    )
+
+    @property
+    def ple_cache_bytes(self) -> int | None:
+        """`ple_cache_mib` in bytes."""
+        return None if self.ple_cache_mib is None else self.ple_cache_mib << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuWorkerConfig(ExpertsConfig):
+class CpuWorkerConfig(MemoryConfig):
     """Experts computed in RAM."""
 
     pool_workers: int = setting(
@@ -246,7 +266,7 @@ class CpuWorkerConfig(ExpertsConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskConfig(ExpertsConfig):
+class DiskConfig(MemoryConfig):
     """How the model's files are read."""
 
     io_depth: int = setting(
@@ -272,22 +292,6 @@ class DiskConfig(ExpertsConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagerConfig(DiskConfig):
     """Reads from the model files."""
-
-    ple_io: str = setting(
-        "auto",
-        "where rows of the n-gram table come from: direct reads them past the page cache, mmap through it, "
-        "ram loads the whole table; auto measures",
-        group=_MEMORY,
-        choices=PLE_IO,
-    )
-    ple_cache_mib: int | None = setting(
-        None,
-        "memory for rows of the n-gram table (default: a sixteenth of what is free, 1024 at most)",
-        group=_MEMORY,
-        unit="MiB",
-        minimum=0,
-        maximum=1 << 24,
-    )
 
     stager_cpus: str = setting(
         "auto", "CPUs of the stager, as 8-15 or 8,10; auto takes the second half", group=_COMPUTE, unit="CPUS"

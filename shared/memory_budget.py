@@ -28,7 +28,10 @@ _PROCESSES_BYTES = 800 << 20
 # For how many tokens of context, of all requests together, keys and values are accounted for.
 _CONTEXT_TOKENS = 8192
 _FLOAT_BYTES = 4
-# Rings, what the steps of a model keep between layers, rows of the n-gram table.
+SMALL_TABLE_BYTES = 64 << 20
+"""An n-gram table of this size is loaded: the programs are larger."""
+_ROW_CACHE_PART, _LARGEST_ROW_CACHE = 32, 1 << 30
+# Rings, and what the steps of a model keep between layers.
 _BUFFERS_BYTES = 128 << 20
 # Read by rows, or not at all.
 _NOT_DENSE = {
@@ -98,6 +101,17 @@ def _group(folder: Path, limit_name: str, usage_name: str, prefix: str) -> Memor
     return Memory(int(limit), max(0, int(limit) - usage + files))
 
 
+def row_cache_bytes(memory: Memory, table_bytes: int, ple_io: str, asked_bytes: int | None) -> int:
+    """What rows of the n-gram table take: all of it where it is loaded, else the row cache, of `asked_bytes`
+    unless that is None. By total memory, so that it comes out the same whoever asks when."""
+    if ple_io == "ram" or (ple_io == "auto" and table_bytes <= SMALL_TABLE_BYTES):
+        return table_bytes
+    # More than two times the table is never used.
+    if asked_bytes is not None:
+        return min(asked_bytes, 2 * table_bytes)
+    return min(memory.total // _ROW_CACHE_PART, _LARGEST_ROW_CACHE, 2 * table_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What the stack will take beside experts, in bytes."""
@@ -106,17 +120,20 @@ class Needs:
     """Weights that every token needs, where the file maps them."""
     context: int
     """Keys and values."""
+    rows: int
+    """Rows of the n-gram table."""
     processes: int
     """Programs, and what they keep in their own memory, beyond what they have already."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.dense + self.context + self.processes
+        return self.dense + self.context + self.rows + self.processes
 
 
-def needs_of(model: GGUFModel, config: Qwen4ExpConfig, held: "Held") -> Needs:
-    """What a stack with this model will take, less what it has of that already."""
+def needs_of(model: GGUFModel, config: Qwen4ExpConfig, held: "Held", row_bytes: int) -> Needs:
+    """What a stack with this model will take, less what it has of that already; `row_bytes` for rows of the
+    n-gram table."""
     dense = sum(model.info(name).num_bytes for name in model if classify(name, config) not in _NOT_DENSE)
     if "output.weight" not in model:
         dense += model.info("token_embd.weight").num_bytes
@@ -125,6 +142,7 @@ def needs_of(model: GGUFModel, config: Qwen4ExpConfig, held: "Held") -> Needs:
     return Needs(
         dense=dense,
         context=num_attention * key_and_value * _FLOAT_BYTES * min(_CONTEXT_TOKENS, config.context_length),
+        rows=row_bytes,
         processes=max(0, _PROCESSES_BYTES - held.private) + _BUFFERS_BYTES,
     )
 

@@ -12,13 +12,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import ModelFileError, ResourceError
 from shared.gguf.model import GGUFModel
+from shared.memory_budget import SMALL_TABLE_BYTES, read_memory, row_cache_bytes
 from shared.native.records import Record
 from shared.quants import block_format, gather_task, gathered_record
 from shared.tensor_catalog import NGRAM_TABLE
@@ -29,12 +29,6 @@ from stager.row_cache import RowCache
 _log = logging.getLogger(__name__)
 
 _LOADED_PIECE_BYTES = 1 << 20
-# A table of this size is loaded: the rest of the program is larger.
-_SMALL_BYTES = 64 << 20
-# What automatic choice takes for the cache, of the memory that is free, and at most.
-_CACHE_SHARE, _LARGEST_CACHE_BYTES = 1 / 16, 1 << 30
-# Memory that loading a whole table leaves to others.
-_LEFT_FREE_BYTES = 1 << 30
 # Direct I/O leaves the page cache to others, and is taken unless it is clearly slower.
 _GOOD_ENOUGH = 0.8
 
@@ -138,7 +132,7 @@ class NgramTable:
         return descriptors
 
     def _choose(self, options: TableOptions, report: Callable[[str, float], None]) -> Way:
-        if options.io == Way.MEMORY or (options.io == "auto" and self.info.num_bytes <= _SMALL_BYTES):
+        if options.io == Way.MEMORY or (options.io == "auto" and self.info.num_bytes <= SMALL_TABLE_BYTES):
             return Way.MEMORY
         report("probing the disk", 0.5)
         rng = np.random.default_rng()
@@ -164,12 +158,13 @@ class NgramTable:
 
     def _load(self, report: Callable[[str, float], None]) -> NDArray[np.uint8]:
         """The table's rows, u8 [rows, row_bytes], in memory."""
-        room = available_bytes() - _LEFT_FREE_BYTES
-        if self.info.num_bytes > max(room, _SMALL_BYTES):
+        free = read_memory()
+        room = max(0, free.available - free.floor)
+        if self.info.num_bytes > room:
             raise ResourceError(
                 f"--ple-io is ram, but the n-gram table has {self.info.num_bytes / 2**30:.1f} GiB, and "
-                f"{max(0, room) / 2**30:.1f} GiB of memory are free for it "
-                f"({_LEFT_FREE_BYTES / 2**30:g} GiB are left to others); use auto, direct or mmap"
+                f"{room / 2**30:.1f} GiB of memory can be had for it ({free.floor / 2**30:.1f} GiB stay "
+                "free); use auto, direct or mmap"
             )
         begin = self.info.offset // PAGE_BYTES * PAGE_BYTES
         end = self.info.offset + self.info.num_bytes
@@ -194,24 +189,13 @@ class NgramTable:
         return memory[skipped : skipped + self.info.num_bytes].reshape(-1, self.row_bytes)
 
 
-def available_bytes() -> int:
-    """Memory that processes can take without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def _cache_bytes(options: TableOptions, table_bytes: int) -> int:
     """Raises ResourceError where what was asked for is not there."""
-    room = available_bytes()
-    if options.cache_bytes is None:
-        return min(int(room * _CACHE_SHARE), _LARGEST_CACHE_BYTES, 2 * table_bytes)
-    # More than this is never used.
-    wanted = min(options.cache_bytes, 2 * table_bytes)
-    if wanted > room:
+    memory = read_memory()
+    wanted = row_cache_bytes(memory, table_bytes, Way.CACHED, options.cache_bytes)
+    if wanted > memory.available:
         raise ResourceError(
-            f"--ple-cache-mib is {options.cache_bytes >> 20}, but {room >> 20} MiB of memory are free; "
-            "lower it"
+            f"the cache of n-gram rows takes {wanted >> 20} MiB, but {memory.available >> 20} MiB of memory "
+            "are available; set --ple-cache-mib lower"
         )
     return wanted

@@ -134,8 +134,7 @@ class Stager:
         context.report("compiling the decoder of the n-gram table", 0.1)
         table_format = quants.block_format(context.model.info(NGRAM_TABLE).type.type_id)
         quants.warm(gathered=[table_format])
-        cache_bytes = None if config.ple_cache_mib is None else config.ple_cache_mib << 20
-        options = TableOptions(config.ple_io, cache_bytes, config.io_depth, self._faults)
+        options = TableOptions(config.ple_io, config.ple_cache_bytes, config.io_depth, self._faults)
         table = NgramTable(context.model, options, context.report)
         service = NgramService(table, ngram, post)
         self._prefetcher = service.prefetcher

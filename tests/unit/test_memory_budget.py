@@ -95,7 +95,7 @@ def test_what_else_is_needed(tmp_path: Path) -> None:
     """Everything but experts, table and embedding; of processes, what they have not taken already."""
     with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as model:
         config = read_model_config(model)
-        needs = needs_of(model, config, Held(private=0, locked=0))
+        needs = needs_of(model, config, Held(private=0, locked=0), row_bytes=5000)
         left_out = ("_exps.", "per_layer", "token_embd")
         expected = sum(
             model.info(name).num_bytes for name in model if not any(part in name for part in left_out)
@@ -103,10 +103,10 @@ def test_what_else_is_needed(tmp_path: Path) -> None:
         assert needs.dense == expected
         # Two heads of keys and values of 32 each, one of the indexer, for the 512 tokens there can be.
         assert needs.context == 4 * 512 * (2 * 32 + 32)
-        held = needs_of(model, config, Held(private=100 * MIB, locked=1000))
+        held = needs_of(model, config, Held(private=100 * MIB, locked=1000), row_bytes=0)
         assert held.dense == needs.dense
         assert needs.processes - held.processes == 100 * MIB
-        assert needs_of(model, config, Held(private=1 << 40, locked=0)).processes >= 0
+        assert needs_of(model, config, Held(private=1 << 40, locked=0), row_bytes=0).processes >= 0
 
 
 def test_what_the_stack_has_locked_is_its_own() -> None:

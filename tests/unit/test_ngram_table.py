@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shared.errors import ModelFileError, ResourceError
 from shared.gguf.model import GGUFModel
+from shared.memory_budget import Memory
 from shared.model_config import NgramConfig, read_model_config
 from shared.work_slots import NgramHeader, ngram_ring
 from stager import ngram_table
@@ -179,7 +180,7 @@ def test_what_auto_chooses(
     """What was measured decides, at the depth that reading has. Choice and numbers are logged and told."""
     rates = iter([ProbedRates(2, cached), ProbedRates(1, direct)])
     monkeypatch.setattr(ngram_table, "probe_file", lambda *_: next(rates))
-    monkeypatch.setattr(ngram_table, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(ngram_table, "SMALL_TABLE_BYTES", 0)
     with caplog.at_level(logging.INFO):
         table = NgramTable(opened[0], options("auto"))
     assert table.way == way
@@ -212,7 +213,7 @@ def test_no_direct_io(opened: tuple[GGUFModel, NgramConfig], monkeypatch: pytest
         return original(path, direct=direct)
 
     monkeypatch.setattr(ngram_table, "open_for_reading", refuse)
-    monkeypatch.setattr(ngram_table, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(ngram_table, "SMALL_TABLE_BYTES", 0)
     table = NgramTable(opened[0], options("auto"))
     assert table.way is Way.CACHED
     table.close()
@@ -224,10 +225,18 @@ def test_no_memory_for_the_table(
     opened: tuple[GGUFModel, NgramConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading is refused before it begins, with both sizes and what else there is."""
-    monkeypatch.setattr(ngram_table, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(ngram_table, "available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(ngram_table, "read_memory", lambda: Memory(1 << 30, 64 << 20))
     with pytest.raises(ResourceError, match=r"--ple-io is ram, but .* use auto, direct or mmap"):
         NgramTable(opened[0], options("ram"))
+
+
+def test_no_memory_for_the_cache(
+    opened: tuple[GGUFModel, NgramConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As clearly."""
+    monkeypatch.setattr(ngram_table, "read_memory", lambda: Memory(1 << 30, 1 << 12))
+    with pytest.raises(ResourceError, match=r"the cache of n-gram rows takes .*; set --ple-cache-mib lower"):
+        NgramTable(opened[0], options("direct"))
 
 
 def test_a_table_that_cannot_be_read(opened: tuple[GGUFModel, NgramConfig], path: Path) -> None:

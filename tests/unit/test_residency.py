@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 # 512 experts in 40 layers, 2 MiB each.
 EXPERTS = Experts(num_bytes=40 * GIB, place_bytes=40 * 2 * MIB, num_per_layer=512, num_used=10)
-NEEDS = Needs(dense=2 * GIB, context=GIB // 2, processes=GIB // 2)
+NEEDS = Needs(dense=2 * GIB, context=GIB // 2, rows=GIB // 4, processes=GIB // 4)
 ROOMY = Memory(total=64 * GIB, available=60 * GIB)
 SMALL = Memory(total=32 * GIB, available=28 * GIB)
 NONE = Memory(total=8 * GIB, available=4 * GIB)
@@ -44,7 +44,7 @@ def test_resident_is_refused_where_they_do_not_fit() -> None:
     message = (
         r"^--experts resident: all experts are 40\.00 GiB, and 23\.00 GiB can be had for them "
         r"\(available 28\.00, of which 2\.00 stay free; dense weights 2\.00, context 0\.50, "
-        r"processes 0\.50\); free memory, or take"
+        r"n-gram rows 0\.25, processes 0\.25\); free memory, or take"
     )
     with pytest.raises(ResourceError, match=message):
         decided("resident")
@@ -101,7 +101,7 @@ def test_few_experts() -> None:
     few = Experts(num_bytes=8 * MIB, place_bytes=MIB, num_per_layer=8, num_used=8)
     assert few.smallest_pool == 8
     tight = Memory(total=GIB, available=128 * MIB + 8 * MIB - 1)
-    nothing_else = Needs(0, 0, 0)
+    nothing_else = Needs(0, 0, 0, 0)
     assert decide("auto", 0, few, tight, nothing_else, GIB).mode is ExpertMode.MAPPED
     roomy = Memory(total=GIB, available=GIB)
     assert decide("auto", 8.5 / 1024, few, roomy, nothing_else, GIB).mode is ExpertMode.RESIDENT
