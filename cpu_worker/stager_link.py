@@ -10,12 +10,17 @@ import asyncio
 import itertools
 import logging
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cpu_worker.expert_pool import ExpertPool
 from cpu_worker.residency import Residency
 from shared.errors import ResourceError, WorkerFailedError
 from shared.expert_blobs import BlobLayout, ExpertMode
 from shared.link import Peer
+from shared.locked_memory import lock_memory, lock_refusal, may_lock
 from shared.messages import FromConnecting, Init
+from shared.native.task import address_of
 from shared.ring import RingClient
 from shared.run_directory import Role
 from shared.work_slots import blob_ring
@@ -60,7 +65,9 @@ class StagerListener:
         places = self._residency.places_per_layer
         shape = blob_ring(len(self._layout.layers), places, self._layout.pool_bytes(places))
         # The stager's threads answer after a disk has: spinning for that is in vain.
-        self._spare = RingClient(shape, f"experts-{next(self._numbers)}", self._incarnation, spin_s=0)
+        ring = RingClient(shape, f"experts-{next(self._numbers)}", self._incarnation, spin_s=0)
+        _keep_from_swap(ring.common["pool"])
+        self._spare = ring
 
     # Calls of the link, from the event loop.
 
@@ -122,3 +129,12 @@ class StagerListener:
             if ring is not None:
                 ring.close()
         self._spare = self._offered = self._serving = None
+
+
+def _keep_from_swap(pool: NDArray[np.uint8]) -> None:
+    """Locks the pool in RAM where that is allowed; without swap it stays there anyway."""
+    try:
+        if may_lock(pool.nbytes):
+            lock_memory(address_of(pool), pool.nbytes)
+    except OSError as error:
+        _log.info("the pool of experts may be swapped out: %s", lock_refusal(pool.nbytes, error))

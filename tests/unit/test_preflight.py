@@ -139,3 +139,12 @@ def test_too_little_shared_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -
     ):
         check(path, prefill=1024)
     check(path, prefill=64)
+
+
+def test_experts_that_may_not_be_locked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name: said before a process reads gigabytes. Where it was left open, that is no reason."""
+    monkeypatch.setattr(preflight, "may_lock", lambda num_bytes: False)
+    with pytest.raises(ResourceError, match=r"^--experts resident: .* cannot be locked in RAM .*ulimit -l"):
+        check(path, experts="resident")
+    check(path)
+    check(path, experts="mapped")
