@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import add_json_argument, positive
 from benchmarks.contenders import Contender, LlamaInProcess, LlamaServer, Strata
 from benchmarks.ggml import LlamaUnavailableError, library_path
 from benchmarks.page_cache import warm_page_cache
@@ -478,10 +479,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add_model_arguments(parser)
-    parser.add_argument("--threads", type=int, default=2, help="and CPUs, for each (default %(default)s)")
-    parser.add_argument("--rounds", type=int, help=f"default {FULL.rounds}; a quick run has one")
     parser.add_argument(
-        "--new-tokens", type=int, metavar="N", help=f"decoded for one measurement (default {FULL.num_new})"
+        "--threads", type=positive, default=2, help="and CPUs, for each (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=positive, help=f"default {FULL.rounds}; a quick run has one")
+    parser.add_argument(
+        "--new-tokens",
+        type=positive,
+        metavar="N",
+        help=f"decoded for one measurement (default {FULL.num_new})",
     )
     parser.add_argument("--quick", action="store_true", help="under a minute on a quiet machine, wider error")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
@@ -494,14 +500,14 @@ def main() -> int:
         help="how long a request waits for a quiet machine, beyond any minute (default %(default)g)",
     )
     parser.add_argument("--skip-quality", action="store_true", help="measure speed alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets all results")
+    add_json_argument(parser)
     parsed = parser.parse_args()
     check_model_arguments(parser, parsed)
     plan = QUICK if parsed.quick else FULL
     if parsed.rounds is not None and not plan.is_quick:
-        plan = replace(plan, rounds=max(1, parsed.rounds))
+        plan = replace(plan, rounds=parsed.rounds)
     if parsed.new_tokens is not None:
-        plan = replace(plan, num_new=max(1, parsed.new_tokens))
+        plan = replace(plan, num_new=parsed.new_tokens)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         library_path()

@@ -2,11 +2,14 @@
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from benchmarks import kernels, slices, step_profile, versus_llama_cpp
 from benchmarks.blocks import decode, random_blocks
 from benchmarks.contenders import LlamaInProcess
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
@@ -16,7 +19,16 @@ from benchmarks.processes import CpuWatch, cpu_seconds, family
 from benchmarks.quality import NoReferenceError, Quality, compare
 from benchmarks.read_limit import read_bytes_per_s, token_bytes
 from benchmarks.report import Report, median, table
-from benchmarks.slices import PROFILES, REAL, ensure_slice, replaced, slice_bytes, tensors, write_slice
+from benchmarks.slices import (
+    PROFILES,
+    REAL,
+    ensure_slice,
+    replaced,
+    slice_bytes,
+    slice_path,
+    tensors,
+    write_slice,
+)
 from benchmarks.step_profile import claims as profile_claims
 from benchmarks.step_profile import profile
 from benchmarks.streaming import AnswerError, Generation
@@ -127,7 +139,7 @@ def test_an_interrupted_slice_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("benchmarks.slices.write_slice", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ensure_slice(tmp_path, "iq2_xs", 4)
+        ensure_slice(tmp_path, "iq2_xs", REAL)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -323,3 +335,46 @@ def test_a_contender_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> N
 def test_median() -> None:
     """Of an even number of values it lies between two."""
     assert median([1, 4, 2, 3]) == 2.5
+
+
+_REFUSED = (
+    (slices, ["--profile", "iq2_xs", "--layers", "0"], "--layers: '0' is no number above 0"),
+    (slices, ["--profile", "iq2_xs", "--layers", "1"], "--layers: 1 is too few, 2 is the least"),
+    (slices, ["--profile", "iq2_xs", "--experts", "9"], "--experts: 9 is too few, 10 is the least"),
+    (step_profile, ["--profile", "iq2_xs", "--threads", "0"], "--threads: '0' is no number above 0"),
+    (step_profile, ["--profile", "iq2_xs", "--tokens=-1"], "--tokens: '-1' is no number above 0"),
+    (step_profile, ["--profile", "iq2_xs", "--layers", "1"], "--layers: 1 is too few"),
+    (versus_llama_cpp, ["--profile", "iq2_xs", "--threads=-2"], "--threads: '-2' is no number above 0"),
+    (versus_llama_cpp, ["--profile", "iq2_xs", "--json", "/none/r.json"], "there is no directory /none"),
+    (kernels, ["--json", "/"], "--json: / is a directory"),
+    (kernels, ["--cpu", "99"], "--cpu: '99' is none of this process's CPUs"),
+    (kernels, ["--cpu=-1"], "--cpu: '-1' is none of this process's CPUs"),
+)
+
+
+@pytest.mark.parametrize(("program", "arguments", "message"), _REFUSED)
+def test_what_makes_no_sense_is_refused_first(
+    program: ModuleType,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Guards against a traceback after minutes of measuring, and against a slice that nothing can read."""
+    if program is not kernels:
+        arguments = [*arguments, "--slice-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slices_are_told_apart_by_name() -> None:
+    """One taken for the other would be measured as it."""
+    small = replaced(REAL, num_experts=32, ngram_vocab_size_base=5_500_000)
+    assert slice_path(Path("/s"), "iq2_xs", REAL).name == "iq2_xs-4-layers-v1.gguf"
+    assert slice_path(Path("/s"), "iq2_xs", small).name == "iq2_xs-4-layers-32-experts-5500000-ngrams-v1.gguf"
+    assert dict(tensors(small))["per_layer_token_embd.weight"][0] * 90 > 7 << 30
