@@ -196,14 +196,18 @@ def ensure_slice(directory: Path, profile: str, config: DemoConfig) -> Path:
     return path
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What names the model to measure with: a slice by its profile, or a file."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    experts: int = REAL.num_experts,
+    ngram_base: int = REAL.ngram_vocab_size_base,
+) -> None:
+    """What names the model to measure with: a slice by its profile, these being its defaults, or a file."""
     parser.add_argument(
         "--profile",
         help=f"a slice to measure with: {', '.join(PROFILES)}; with --model a name for the results",
     )
     parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="measure with this file instead")
-    add_slice_arguments(parser)
+    add_slice_arguments(parser, experts, ngram_base)
 
 
 def add_slice_arguments(

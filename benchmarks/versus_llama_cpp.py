@@ -44,6 +44,7 @@ from benchmarks.contenders import Contender, LlamaInProcess, LlamaServer, Strata
 from benchmarks.ggml import LlamaUnavailableError, library_path
 from benchmarks.page_cache import warm_page_cache
 from benchmarks.processes import CpuWatch
+from benchmarks.prompts import Prompts
 from benchmarks.quality import (
     PORTABLE,
     NoReferenceError,
@@ -73,7 +74,6 @@ _CONTEXT = 2560
 _QUICK_S = 60.0
 # Starting Strata, its shorter requests, and judging.
 _QUICK_REST_S = 25.0
-_NORMAL_TOKEN = 1
 # Each of llama.cpp's processes keeps a rearranged copy of much of the weights beside the mapped file.
 _SPARE_BYTES = 3 << 30
 MAX_FOREIGN_CPUS = 0.06
@@ -144,19 +144,6 @@ class Results:
             for kind, runs in kinds.items()
             if not any(run.counts for run in runs)
         ]
-
-
-class Prompts:
-    """Random prompts of ordinary tokens, each a different one."""
-
-    def __init__(self, model: GGUFModel, seed: int) -> None:
-        kinds = np.asarray(model.metadata["tokenizer.ggml.token_type"])
-        self._ordinary: NDArray[np.int64] = np.flatnonzero(kinds == _NORMAL_TOKEN)
-        self._rng = np.random.default_rng(seed)
-
-    def draw(self, num_tokens: int) -> list[int]:
-        """One prompt."""
-        return [int(token_id) for token_id in self._rng.choice(self._ordinary, num_tokens)]
 
 
 class Match:
