@@ -12,6 +12,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positives(text: str) -> tuple[int, ...]:
+    """Several, separated by commas."""
+    return tuple(positive(part) for part in text.split(","))
+
+
 def new_file(text: str) -> Path:
     """A file to be written at the end. Raises ArgumentTypeError where that would fail, which is better known
     before anything is measured."""

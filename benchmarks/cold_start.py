@@ -16,7 +16,8 @@ take turns on one disk:
 Before a cold run the pages of the table are made to leave memory, and looked at: a run that begins with more
 of its pages in memory than a few does not count. Prompts are random token ids, each used by nobody else.
 
-A difference of two times of some seconds is only as good as these repeat. `penalty_resolution_s` is how far
+A difference of two times of some seconds is only as good as these repeat. So a prompt waits a while for the
+CPUs to be quiet, and one that was disturbed counts only where none was not. `penalty_resolution_s` is how far
 two warm runs of one prompt differ, and no ratio is made with a penalty smaller than that.
 
 Claims, medians over the rounds, each also with the prompt's length as `_512`; the plain name is that of the
@@ -44,7 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.arguments import add_json_argument, positive
+from benchmarks.arguments import add_json_argument, positive, positives
 from benchmarks.block_device import device_number, disk_counts
 from benchmarks.contenders import LlamaInProcess, Strata
 from benchmarks.disk_limit import disk_limit
@@ -52,7 +53,7 @@ from benchmarks.ggml import LlamaUnavailableError, library_path
 from benchmarks.llama_cpp import LAZY
 from benchmarks.ngram_pages import Table, find_table, touch_mapped
 from benchmarks.page_cache import drop_pages, read_range, resident_pages, resident_share
-from benchmarks.processes import CpuWatch, disk_read_bytes
+from benchmarks.processes import CpuWatch, disk_read_bytes, wait_for_quiet
 from benchmarks.prompts import Prompts
 from benchmarks.report import Report, describe_machine, median, say, table
 from benchmarks.slices import add_model_arguments, check_model_arguments, model_path
@@ -81,7 +82,8 @@ _DIVERSE: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "se
 MAX_RESIDENT = 0.03
 """Share of a prompt's pages in memory from which a run is not cold."""
 _MAX_ABSENT = 0.02
-_MAX_FOREIGN_CPUS = 0.1
+MAX_FOREIGN_CPUS = 0.1
+"""Beside more than this on average a run is disturbed: it counts only where no other does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,11 @@ class ColdRun:
         """Whether hardly any of its pages was in memory."""
         return self.resident_share <= MAX_RESIDENT
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether hardly anybody else used the CPUs meanwhile."""
+        return self.foreign_cpus <= MAX_FOREIGN_CPUS
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
@@ -158,8 +165,9 @@ class Results:
     """Of the disk, pages a second, one a round."""
 
     def of(self, name: str, num_tokens: int) -> list[ColdRun]:
-        """The cold runs of a contender."""
-        return [run for run in self.runs.get(name, ()) if run.num_tokens == num_tokens and run.is_cold]
+        """The cold runs of a contender: undisturbed ones, or all where there are none."""
+        cold = [run for run in self.runs.get(name, ()) if run.num_tokens == num_tokens and run.is_cold]
+        return [run for run in cold if run.is_quiet] or cold
 
 
 class Subject:
@@ -213,14 +221,15 @@ class Match:
     """Runs the contenders, one at a time, on prompts that nobody has had before."""
 
     def __init__(
-        self, subject: Subject, prompts: Prompts, cpus: set[int], plan: Plan, report: Report
+        self, subject: Subject, prompts: Prompts, cpus: set[int], plan: Plan, patience_s: float
     ) -> None:
+        """`patience_s`: how long a prompt waits for the CPUs to be quiet."""
         self.results = Results()
         self._subject = subject
         self._prompts = prompts
         self._cpus = cpus
         self._plan = plan
-        self._report = report
+        self._patience_s = patience_s
 
     def strata(self, strata: Strata) -> None:
         """A turn of Strata's: prompts, and some tokens. Raises AnswerError."""
@@ -301,6 +310,7 @@ class Match:
         subject = self._subject
         token_ids = self._prompts.draw(num_tokens)
         pids = contender.pids()
+        wait_for_quiet(self._cpus, MAX_FOREIGN_CPUS, self._patience_s)
         subject.drop_table(pids)
         subject.check_rest()
         shares = subject.shares(token_ids)
@@ -340,7 +350,7 @@ class Match:
     def _keep(self, name: str, run: ColdRun) -> None:
         self.results.runs[name].append(run)
         remark = "" if run.is_cold else f"; NOT COLD, {run.resident_share:.1%} of its pages were in memory"
-        if run.foreign_cpus > _MAX_FOREIGN_CPUS and name != MAPPED:
+        if not run.is_quiet:
             remark += f"; beside {run.foreign_cpus:.2f} busy CPUs"
         say(
             f"  {name}: {run.num_tokens} tokens, cold {run.cold_s:.3f} s, warm {median(run.warm_s):.3f} s, "
@@ -475,7 +485,7 @@ def run(path: Path, parsed: argparse.Namespace, plan: Plan, report: Report) -> i
     flags = shlex.split(parsed.strata_flags)
     strata = Strata(path, cpus, _CONTEXT, flags)
     llama = LlamaInProcess(path, cpus, _CONTEXT, [LAZY])
-    match = Match(subject, prompts, cpus, plan, report)
+    match = Match(subject, prompts, cpus, plan, parsed.patience)
     subject.drop_table([])
     if (share := resident_share(ngram.path, ngram.start, ngram.num_bytes)) > MAX_RESIDENT:
         report.note(f"{share:.1%} of the table stays in memory: another program has mapped it")
@@ -511,9 +521,12 @@ def run(path: Path, parsed: argparse.Namespace, plan: Plan, report: Report) -> i
 
 
 def _judge_coldness(results: Results, report: Report) -> int:
-    disturbed = max((run.foreign_cpus for name in (STRATA, LLAMA) for run in results.runs[name]), default=0.0)
-    if disturbed > _MAX_FOREIGN_CPUS:
-        report.note(f"disturbed: up to {disturbed:.2f} CPUs were busy with something else")
+    for name, runs in results.runs.items():
+        for num_tokens in sorted({run.num_tokens for run in runs}):
+            counted = results.of(name, num_tokens)
+            if counted and not counted[0].is_quiet:
+                least = min(run.foreign_cpus for run in counted)
+                report.note(f"DISTURBED: every run of {name}, {num_tokens}, least by {least:.2f} busy CPUs")
     warm = [run for runs in results.runs.values() for run in runs if not run.is_cold]
     if warm:
         report.note(f"NOT COLD: {len(warm)} runs do not count, since their pages were in memory")
@@ -535,6 +548,13 @@ def _measure_delay(match: Match, strata: Strata, report: Report) -> int:
     return 0
 
 
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = positives(text)
+    if max(lengths) >= _CONTEXT:
+        raise argparse.ArgumentTypeError(f"{max(lengths)} is too many, {_CONTEXT - 1} is the most")
+    return lengths
+
+
 def main() -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -546,7 +566,16 @@ def main() -> int:
         "--threads", type=positive, default=2, help="and CPUs, for each (default %(default)s)"
     )
     parser.add_argument("--rounds", type=positive, help=f"default {FULL.rounds}; a quick run has one")
+    lengths = ",".join(map(str, FULL.prompt_lengths))
+    parser.add_argument("--prompts", type=_lengths, metavar="N,N", help=f"their tokens (default {lengths})")
     parser.add_argument("--quick", action="store_true", help="about a minute: 512 tokens once, wider error")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="how long a prompt waits for a quiet machine (default %(default)g)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
     parser.add_argument("--strata-flags", default="", metavar="FLAGS", help="more flags for `strata serve`")
     add_json_argument(parser)
@@ -555,6 +584,8 @@ def main() -> int:
     plan = QUICK if parsed.quick else FULL
     if parsed.rounds is not None and not parsed.quick:
         plan = replace(plan, rounds=parsed.rounds)
+    if parsed.prompts is not None:
+        plan = replace(plan, prompt_lengths=parsed.prompts)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         library_path()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.arguments import add_json_argument, positive
+from benchmarks.arguments import add_json_argument, positive, positives
 from benchmarks.report import Report, describe_machine, say
 
 DEPTHS = (64, 256)
@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument(
         "--depths",
-        type=lambda text: [positive(part) for part in text.split(",")],
+        type=positives,
         default="1,8,64,256",
         help="reads in flight (default %(default)s)",
     )

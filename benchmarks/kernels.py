@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.arguments import add_json_argument, positive
+from benchmarks.arguments import add_json_argument, positive, positives
 from benchmarks.blocks import RANDOM_TYPES, decode, random_blocks
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
 from benchmarks.peak import peak_mac_per_s
@@ -305,10 +305,6 @@ def _formats(text: str) -> list[str]:
     return names
 
 
-def _numbers(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
-
-
 def _usable_cpu(text: str) -> int:
     usable = sorted(os.sched_getaffinity(0))
     if not text.isdecimal() or int(text) not in usable:
@@ -327,7 +323,7 @@ def main() -> int:
     add_json_argument(parser)
     parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default %(default)s")
     batches = ",".join(map(str, BATCHES))
-    parser.add_argument("--batches", type=_numbers, default=batches, help="default %(default)s")
+    parser.add_argument("--batches", type=positives, default=batches, help="default %(default)s")
     parser.add_argument("--matrices", type=positive, default=300, help="of each format (default %(default)s)")
     parser.add_argument("--cpu-kernels", default="auto", choices=CHOICES, help="ours (default %(default)s)")
     parser.add_argument(

@@ -18,6 +18,7 @@ import numpy as np
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _END_TIMEOUT_S = 40.0
 _WATCH_INTERVAL_S = 0.1
+_QUIET_WINDOW_S = 0.5
 
 
 @contextmanager
@@ -160,6 +161,16 @@ class CpuWatch:
 
     def _foreign_s(self) -> float:
         return busy_seconds(self._cpus) - self._measured() - time.process_time()
+
+
+def wait_for_quiet(cpus: set[int], most: float, patience_s: float) -> float:
+    """Returns once no more than `most` of these CPUs is busy, or after so long: how much it was."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        watch = CpuWatch(cpus, lambda: 0.0)
+        time.sleep(_QUIET_WINDOW_S)
+        if (foreign_cpus := watch.foreign_cpus()) <= most or time.monotonic() > deadline:
+            return foreign_cpus
 
 
 def busy_seconds(cpus: set[int]) -> float:

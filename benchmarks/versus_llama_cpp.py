@@ -43,7 +43,7 @@ from benchmarks.arguments import add_json_argument, positive
 from benchmarks.contenders import Contender, LlamaInProcess, LlamaServer, Strata
 from benchmarks.ggml import LlamaUnavailableError, library_path
 from benchmarks.page_cache import warm_page_cache
-from benchmarks.processes import CpuWatch
+from benchmarks.processes import CpuWatch, wait_for_quiet
 from benchmarks.prompts import Prompts
 from benchmarks.quality import (
     PORTABLE,
@@ -80,7 +80,6 @@ MAX_FOREIGN_CPUS = 0.06
 """A request beside more than this does not count. Beside 0.05 no effect was seen, beside 0.12 llama.cpp was
 13 % slower."""
 _MAX_TRIES = 3
-_QUIET_WINDOW_S = 0.5
 
 
 class BusyError(Exception):
@@ -216,18 +215,13 @@ class Match:
                 return
 
     def _wait_for_quiet(self) -> None:
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            watch = CpuWatch(self._cpus, lambda: 0.0)
-            time.sleep(_QUIET_WINDOW_S)
-            if (foreign_cpus := watch.foreign_cpus()) <= MAX_FOREIGN_CPUS:
-                return
-            if time.monotonic() > deadline:
-                # Going on would measure nothing, and disturb whoever else is measuring.
-                raise BusyError(
-                    f"something else has kept the CPUs busy for {self._patience_s:g} s, "
-                    f"{foreign_cpus:.2f} of {len(self._cpus)} at the end; --patience waits longer"
-                )
+        foreign_cpus = wait_for_quiet(self._cpus, MAX_FOREIGN_CPUS, self._patience_s)
+        if foreign_cpus > MAX_FOREIGN_CPUS:
+            # Going on would measure nothing, and disturb whoever else is measuring.
+            raise BusyError(
+                f"something else has kept the CPUs busy for {self._patience_s:g} s, "
+                f"{foreign_cpus:.2f} of {len(self._cpus)} at the end; --patience waits longer"
+            )
 
 
 def _speed(kind: str, generation: Generation) -> float:
