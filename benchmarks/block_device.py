@@ -35,6 +35,11 @@ def device_number(path: Path, devices: Path = _DEVICES) -> str | None:
     return (home / "dev").read_text().strip()
 
 
+def read_ahead_kib(number: str, devices: Path = _DEVICES) -> int:
+    """What is read around a page that a mapping lacks, at most."""
+    return int((devices / number / "queue" / "read_ahead_kb").read_text())
+
+
 def disk_counts(number: str, devices: Path = _DEVICES) -> DiskCounts:
     """Of the disk of that number."""
     fields = [int(field) for field in (devices / number / "stat").read_text().split()]

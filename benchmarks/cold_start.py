@@ -25,10 +25,12 @@ length where it is worst: `cold_penalty_s`, `cold_penalty_ratio_llama_cpp` and `
 (their penalty over ours), `cold_penalty_share` (of the warm time to the first token), `limit_ratio` (the time
 that the stager was reading over that of reading so many pages at the disk's deep rate, see
 `benchmarks.disk_limit`, measured in every round), `bytes_per_row`, `reads_in_flight`, `warm_read_bytes` (that
-the stager read for the repeated prompt). Of decoding: `decode_gap_p95_cold_ms`, between two tokens whose rows
-are on the disk, and `_warm_ms`, the same tokens again; `decode_ngram_wait_ms`, what the stack says it waited
-for rows, per token. With a delay added to every read: `delay_ratio`, the penalty of a prompt of 2048 tokens
-over its pages times the delay over the depth, and `watchdog_fired`, 1 where the stack took that for a stall.
+the stager read for the repeated prompt), `attributed_share` (of the bytes that the system counts, what the
+stack accounts for). Of decoding: `decode_gap_p95_cold_ms`, between two tokens whose rows are on the disk, and
+`_warm_ms`, the same tokens again; `decode_later_p95_ms`, by how much tokens came later, noise included;
+`decode_ngram_wait_ms`, what the stack says it waited for rows, per token. With a delay added to every read:
+`delay_ratio`, the penalty of a prompt of 2048 tokens over its pages times the delay over the depth, and
+`watchdog_fired`, 1 where the stack took that for a stall.
 """
 
 import argparse
@@ -46,7 +48,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.arguments import add_json_argument, positive, positives
-from benchmarks.block_device import device_number, disk_counts
+from benchmarks.block_device import DiskCounts, device_number, disk_counts, read_ahead_kib
 from benchmarks.contenders import LlamaInProcess, Strata
 from benchmarks.disk_limit import disk_limit
 from benchmarks.ggml import LlamaUnavailableError, library_path
@@ -122,7 +124,8 @@ class ColdRun:
     read_bytes: int
     """From disks, by all processes of the contender, for the cold run."""
     warm_read_bytes: int
-    """For the warm ones together, by the process that reads the table where there is one."""
+    """For the warm ones together, by the process that reads the table where there is one, or as the stack
+    says where that is more."""
     reads_in_flight: float
     """As the disk counts them, for everybody."""
     foreign_cpus: float
@@ -207,9 +210,18 @@ class Subject:
         own = resident[self.table.pages(token_ids) - first_page]
         return float(own.mean()), float(resident.mean())
 
-    def disk(self) -> Any:
+    def disk(self) -> DiskCounts | None:
         """What its disk has done so far; None where it has none."""
         return disk_counts(self._disk) if self._disk is not None else None
+
+    def reads_in_flight_since(self, before: DiskCounts | None) -> float:
+        """See `DiskCounts`; 0 where there is no disk."""
+        now = self.disk()
+        return now.reads_in_flight_since(before) if now is not None and before is not None else 0.0
+
+    def read_ahead_kib(self) -> int | None:
+        """Of its disk."""
+        return read_ahead_kib(self._disk) if self._disk is not None else None
 
     def _around(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Start and length of what lies before the table in its file, and of what lies behind it."""
@@ -265,7 +277,7 @@ class Match:
             watch = CpuWatch(self._cpus, lambda: 0.0)
             counts, read_before = subject.disk(), disk_read_bytes([pid])
             cold_s = touch_mapped(subject.table, token_ids)
-            in_flight = subject.disk().reads_in_flight_since(counts) if counts else 0.0
+            in_flight = subject.reads_in_flight_since(counts)
             read_bytes = disk_read_bytes([pid]) - read_before
             warm_s = tuple(touch_mapped(subject.table, token_ids) for _ in range(self._plan.num_warm))
             run = ColdRun(
@@ -317,10 +329,11 @@ class Match:
         watch = CpuWatch(self._cpus, contender.cpu_seconds)
         counts, read_before = subject.disk(), disk_read_bytes(pids)
         cold = contender.generate(token_ids, 1)
-        in_flight = subject.disk().reads_in_flight_since(counts) if counts else 0.0
+        in_flight = subject.reads_in_flight_since(counts)
         read_bytes = disk_read_bytes(pids) - read_before
         warm_before = disk_read_bytes(readers)
         warm = [contender.generate(token_ids, 1) for _ in range(self._plan.num_warm)]
+        said_warm = [self._said(generation).num_bytes or 0 for generation in warm]
         return ColdRun(
             num_tokens=num_tokens,
             num_pages=len(subject.table.pages(token_ids)),
@@ -329,11 +342,14 @@ class Match:
             resident_share=shares[0],
             table_share=shares[1],
             read_bytes=read_bytes,
-            warm_read_bytes=disk_read_bytes(readers) - warm_before,
+            warm_read_bytes=max(disk_read_bytes(readers) - warm_before, *said_warm),
             reads_in_flight=in_flight,
             foreign_cpus=watch.foreign_cpus(),
-            stack=row_reads(cold.timings, subject.table.path.name),
+            stack=self._said(cold),
         )
+
+    def _said(self, generation: Generation) -> RowReads:
+        return row_reads(generation.timings, self._subject.table.path.name)
 
     def _decode(self, strata: Strata) -> DecodeRun:
         """Some tokens with their rows on the disk, and again."""
@@ -344,7 +360,7 @@ class Match:
             cold_gaps_s=_gaps(cold),
             warm_gaps_s=_gaps(warm),
             is_same_text=cold.text == warm.text,
-            cold=row_reads(cold.timings, self._subject.table.path.name),
+            cold=self._said(cold),
         )
 
     def _keep(self, name: str, run: ColdRun) -> None:
@@ -371,8 +387,8 @@ def claims(results: Results, prompt_lengths: Sequence[int], rows_per_token: int)
             found[f"{name}_{num_tokens}"] = value
             worst[name].append(value)
     for name, values in worst.items():
-        # Ratios to somebody else are the better the larger they are, and so is depth.
-        is_better_larger = "ratio_" in name or name == "reads_in_flight"
+        # Ratios to somebody else are the better the larger they are, and so are these.
+        is_better_larger = "ratio_" in name or name in ("reads_in_flight", "attributed_share")
         found[name] = min(values) if is_better_larger else max(values)
     return found
 
@@ -404,12 +420,23 @@ def _claims_of(results: Results, num_tokens: int, rows_per_token: int) -> dict[s
             found[f"{name}_bytes_per_row"] = median(run.read_bytes / num_rows for run in theirs)
             if (divisor := max(penalty, resolution)) > 0:
                 found[f"cold_penalty_ratio_{name}"] = their_penalty / divisor
-    read_s = [(run.stack.staging_s, run.num_pages) for run in ours if run.stack and run.stack.staging_s]
-    if read_s and results.deep_rates:
-        found["limit_ratio"] = median(
-            seconds * median(results.deep_rates) / num_pages for seconds, num_pages in read_s
-        )
+    limits = [_limit_ratio(run, median(results.deep_rates)) for run in ours if results.deep_rates]
+    if known := [limit for limit in limits if limit is not None]:
+        found["limit_ratio"] = median(known)
+    # Of what the system counts for the whole stack; the rest nobody has accounted for.
+    told = [run.stack.num_bytes / run.read_bytes for run in ours if run.stack and run.stack.num_bytes]
+    if told:
+        found["attributed_share"] = median(told)
     return found
+
+
+def _limit_ratio(run: ColdRun, pages_per_s: float) -> float | None:
+    """How much longer the stager read than the disk needs for so many pages at that rate; None where the
+    stack does not say. Pages that it had not read ahead, since a step was faster, are left out."""
+    if run.stack is None or not run.stack.staging_s:
+        return None
+    share = run.stack.staged_share if run.stack.staged_share is not None else 1.0
+    return run.stack.staging_s * pages_per_s / (share * run.num_pages)
 
 
 def _depth(run: ColdRun) -> float:
@@ -423,7 +450,12 @@ def decode_claims(decodes: Sequence[DecodeRun]) -> dict[str, float]:
         return {}
     cold = median(float(np.percentile(run.cold_gaps_s, 95)) for run in decodes)
     warm = median(float(np.percentile(run.warm_gaps_s, 95)) for run in decodes)
-    found = {"decode_gap_p95_cold_ms": 1e3 * cold, "decode_gap_p95_warm_ms": 1e3 * warm}
+    later = median(float(np.percentile(np.subtract(run.cold_gaps_s, run.warm_gaps_s), 95)) for run in decodes)
+    found = {
+        "decode_gap_p95_cold_ms": 1e3 * cold,
+        "decode_gap_p95_warm_ms": 1e3 * warm,
+        "decode_later_p95_ms": 1e3 * later,
+    }
     if waits := [run.cold.wait_p95_s for run in decodes if run.cold.wait_p95_s is not None]:
         found["decode_ngram_wait_p95_ms"] = 1e3 * median(waits)
     # The prompt's part is in it too; it is of few tokens.
@@ -506,6 +538,7 @@ def run(path: Path, parsed: argparse.Namespace, plan: Plan, report: Report) -> i
     report.details["runs"] = {name: [asdict(run) for run in runs] for name, runs in results.runs.items()}
     report.details["decodes"] = [asdict(decode) for decode in results.decodes]
     report.details["deep_rates"] = results.deep_rates
+    report.details["read_ahead_kib"] = subject.read_ahead_kib()
     if results.deep_rates:
         report.claim("deep_reads_per_s", median(results.deep_rates))
     found = claims(results, plan.prompt_lengths, ngram.rows_per_token) | decode_claims(results.decodes)

@@ -18,6 +18,8 @@ class RowReads:
     """How long the stager read ahead for it."""
     depth: float | None
     """Reads in flight meanwhile."""
+    staged_share: float | None
+    """Of all its reads, those that were made ahead."""
     num_reads: int | None
     """Of the table's file, ahead or not."""
     num_bytes: int | None
@@ -29,12 +31,14 @@ def row_reads(timings: Mapping[str, Any] | None, file: str) -> RowReads:
     staged = found.get("staged") or {}
     entries = [entry for entry in found.get("disk") or () if entry.get("file") == file]
     says_reads = "disk_bytes_n" in found
+    num_reads = sum(entry["reads_n"] for entry in entries)
     return RowReads(
         wait_s=_seconds(found.get("ngram_wait_ms")),
         wait_p95_s=_seconds(found.get("ngram_wait_p95_ms")),
         staging_s=_seconds(staged.get("ms")),
         depth=staged.get("depth"),
-        num_reads=sum(entry["reads_n"] for entry in entries) if says_reads else None,
+        staged_share=staged["reads_n"] / num_reads if num_reads and "reads_n" in staged else None,
+        num_reads=num_reads if says_reads else None,
         num_bytes=sum(entry["bytes_n"] for entry in entries) if says_reads else None,
     )
 

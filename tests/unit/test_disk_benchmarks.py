@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import cold_start, low_memory
-from benchmarks.block_device import DiskCounts, device_number, disk_counts
+from benchmarks.block_device import DiskCounts, device_number, disk_counts, read_ahead_kib
 from benchmarks.cgroups import CgroupError, MemoryGroup, cgroup_version
 from benchmarks.cold_start import ColdRun
 from benchmarks.disk_limit import random_reads_per_s
@@ -43,7 +43,11 @@ def _cold_run(cold_s: float, warm_s: tuple[float, ...], **changes: Any) -> ColdR
 
 def test_the_cold_penalty_is_a_difference() -> None:
     """Medians of differences, each of one prompt: prompts cost different times."""
-    said = row_reads({"staged": {"ms": 250.0, "depth": 60.5}}, "m.gguf")
+    table = {"file": "m.gguf", "reads_n": 8000, "bytes_n": 512 * 16 * 4096 // 2}
+    said = row_reads(
+        {"staged": {"ms": 225.0, "depth": 60.5, "reads_n": 7200}, "disk": [table], "disk_bytes_n": 1},
+        "m.gguf",
+    )
     results = cold_start.Results(deep_rates=[40_000.0])
     results.runs["strata"] = [
         _cold_run(3.2, (3.0, 3.1), stack=said),
@@ -60,7 +64,8 @@ def test_the_cold_penalty_is_a_difference() -> None:
     assert found["cold_penalty_share"] == pytest.approx(0.175 / 3.55)
     assert found["bytes_per_row"] == 4096
     assert found["reads_in_flight"] == 60.5
-    # 8000 pages take 0.2 s at that rate.
+    assert found["attributed_share"] == pytest.approx(0.5)
+    # 8000 pages take 0.2 s at that rate; nine tenths of them were read ahead.
     assert found["limit_ratio"] == pytest.approx(1.25)
     assert not any(name.endswith("_2048") for name in found)
 
@@ -99,6 +104,7 @@ def test_claims_about_decoding_and_delays() -> None:
     assert cold_start.decode_claims([decode]) == {
         "decode_gap_p95_cold_ms": pytest.approx(42.5),
         "decode_gap_p95_warm_ms": pytest.approx(30),
+        "decode_later_p95_ms": pytest.approx(12.5),
         "decode_ngram_wait_p95_ms": pytest.approx(0.5),
         "decode_ngram_wait_ms": pytest.approx(0.4),
     }
@@ -125,7 +131,7 @@ def test_what_answers_say_of_reads() -> None:
     }
     found = row_reads(timings, "table.gguf")
     assert (found.wait_s, found.staging_s, found.depth) == (0.085, 0.41, 61.2)
-    assert (found.num_reads, found.num_bytes) == (2, 50)
+    assert (found.num_reads, found.num_bytes, found.staged_share) == (2, 50, 1)
     assert row_reads(timings, "other.gguf").num_bytes == 0
 
 
@@ -203,6 +209,8 @@ def test_reads_in_flight(tmp_path: Path) -> None:
     part.mkdir(parents=True)
     (part / "partition").write_text("1\n")
     (disk / "dev").write_text("8:0\n")
+    (disk / "queue").mkdir()
+    (disk / "queue" / "read_ahead_kb").write_text("128\n")
     (disk / "stat").write_text("100 0 800 5000 7 0 56 9 0 1000 5009 0 0 0 0 0 0\n")
     device = tmp_path.stat().st_dev
     (tmp_path / f"{os.major(device)}:{os.minor(device)}").symlink_to(part)
@@ -213,6 +221,7 @@ def test_reads_in_flight(tmp_path: Path) -> None:
     assert counts == DiskCounts(num_reads=100, reading_ms=5000, busy_ms=1000)
     assert counts.reads_in_flight_since(DiskCounts(0, 1000, 500)) == 8
     assert counts.reads_in_flight_since(counts) == 0
+    assert read_ahead_kib(number, tmp_path) == 128
     assert device_number(tmp_path, tmp_path / "none") is None
 
 
