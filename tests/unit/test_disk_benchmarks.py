@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import cold_start, low_memory
+from benchmarks import low_memory
 from benchmarks.block_device import DiskCounts, device_number, disk_counts, read_ahead_kib
 from benchmarks.cgroups import CgroupError, MemoryGroup, cgroup_version
-from benchmarks.cold_start import ColdRun
+from benchmarks.cold_runs import ColdRun, DecodeRun, Results, claims, decode_claims, delay_claims
 from benchmarks.disk_limit import random_reads_per_s
 from benchmarks.ngram_pages import find_table, touch_mapped
 from benchmarks.page_cache import drop_pages, mapped_ranges, read_range, resident_pages, resident_share
@@ -48,7 +48,7 @@ def test_the_cold_penalty_is_a_difference() -> None:
         {"staged": {"ms": 225.0, "depth": 60.5, "reads_n": 7200}, "disk": [table], "disk_bytes_n": 1},
         "m.gguf",
     )
-    results = cold_start.Results(deep_rates=[40_000.0])
+    results = Results(deep_rates=[40_000.0])
     results.runs["strata"] = [
         _cold_run(3.2, (3.0, 3.1), stack=said),
         _cold_run(4.3, (4.0, 4.2), stack=said),
@@ -56,7 +56,7 @@ def test_the_cold_penalty_is_a_difference() -> None:
     ]
     results.runs["llama_cpp"] = [_cold_run(8.0, (6.5,))]
     results.runs["mmap"] = [_cold_run(15.1, (0.1,))]
-    found = cold_start.claims(results, (512, 2048), 16)
+    found = claims(results, (512, 2048), 16)
     assert found["cold_penalty_s_512"] == found["cold_penalty_s"] == pytest.approx(0.175)
     assert found["penalty_resolution_s"] == pytest.approx(0.15)
     assert found["cold_penalty_ratio_llama_cpp"] == pytest.approx(1.5 / 0.175)
@@ -72,17 +72,17 @@ def test_the_cold_penalty_is_a_difference() -> None:
 
 def test_a_penalty_is_no_better_than_it_can_be_told() -> None:
     """Divided by a difference that happens to be almost nothing, any ratio would come out."""
-    results = cold_start.Results()
+    results = Results()
     results.runs["strata"] = [_cold_run(3.001, (2.9, 3.1))]
     results.runs["mmap"] = [_cold_run(15.0, (0.0,))]
-    found = cold_start.claims(results, (512,), 16)
+    found = claims(results, (512,), 16)
     assert found["cold_penalty_ratio_mmap"] == pytest.approx(15 / 0.2)
     assert "limit_ratio" not in found
 
 
 def test_the_worst_length_has_the_plain_name() -> None:
     """A goal that is met by one length only is not met."""
-    results = cold_start.Results()
+    results = Results()
     results.runs["strata"] = [
         _cold_run(3.1, (3.0, 3.0)),
         _cold_run(9.5, (9.0, 9.0), num_tokens=2048, warm_read_bytes=7),
@@ -91,7 +91,7 @@ def test_the_worst_length_has_the_plain_name() -> None:
         _cold_run(8.0, (7.0, 7.0)),
         _cold_run(28.0, (27.0, 27.0), num_tokens=2048),
     ]
-    found = cold_start.claims(results, (512, 2048), 16)
+    found = claims(results, (512, 2048), 16)
     assert found["cold_penalty_s"] == pytest.approx(0.5)
     assert found["cold_penalty_ratio_llama_cpp"] == pytest.approx(2)
     assert found["warm_read_bytes"] == 7
@@ -100,19 +100,19 @@ def test_the_worst_length_has_the_plain_name() -> None:
 def test_claims_about_decoding_and_delays() -> None:
     """And a stack that gave up has no ratio, but has let its watchdog fire."""
     said = row_reads({"ngram_wait_ms": 8.0, "ngram_wait_p95_ms": 0.5}, "m.gguf")
-    decode = cold_start.DecodeRun((0.04,) * 19 + (0.09,), (0.03,) * 20, is_same_text=True, cold=said)
-    assert cold_start.decode_claims([decode]) == {
+    decode = DecodeRun((0.04,) * 19 + (0.09,), (0.03,) * 20, is_same_text=True, cold=said)
+    assert decode_claims([decode]) == {
         "decode_gap_p95_cold_ms": pytest.approx(42.5),
         "decode_gap_p95_warm_ms": pytest.approx(30),
         "decode_later_p95_ms": pytest.approx(12.5),
         "decode_ngram_wait_p95_ms": pytest.approx(0.5),
         "decode_ngram_wait_ms": pytest.approx(0.4),
     }
-    assert cold_start.decode_claims([]) == {}
+    assert decode_claims([]) == {}
     # 32000 pages, 64 at a time, 10 ms each: 5 s.
-    delayed = cold_start.delay_claims(_cold_run(18.0, (12.0,), num_pages=32_000))
+    delayed = delay_claims(_cold_run(18.0, (12.0,), num_pages=32_000), 0.01, 64)
     assert delayed == {"delay_ratio": pytest.approx(1.2), "delay_penalty_s": 6.0, "watchdog_fired": 0.0}
-    assert cold_start.delay_claims(None) == {"watchdog_fired": 1.0}
+    assert delay_claims(None, 0.01, 64) == {"watchdog_fired": 1.0}
 
 
 def test_what_answers_say_of_reads() -> None:
