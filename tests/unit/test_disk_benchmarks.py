@@ -308,10 +308,13 @@ def test_where_there_can_be_no_group(tmp_path: Path) -> None:
 def test_claims_about_little_memory() -> None:
     """No ratio where one of them was killed every time."""
 
-    def measured(tokens_per_s: float, kills: int = 0) -> low_memory.MemoryRun:
-        return low_memory.MemoryRun(tokens_per_s, 5.0, 8e8, 16, kills, None, 0.0)
+    def measured(tokens_per_s: float, kills: int = 0, busy: float = 0.0) -> low_memory.MemoryRun:
+        return low_memory.MemoryRun(tokens_per_s, 5.0, 8e8, 16, kills, None, busy)
 
-    runs = {"strata": [measured(3.0), measured(4.0), measured(3.5)], "llama_cpp": [measured(1.0)]}
+    runs = {
+        "strata": [measured(3.0), measured(4.0), measured(3.5), measured(0.1, busy=1.2)],
+        "llama_cpp": [measured(1.0, busy=0.4)],
+    }
     found = low_memory.claims(runs)
     assert found["decode_ratio"] == pytest.approx(3.5)
     assert found["strata_decode_spread"] == pytest.approx(1 / 3.5)
