@@ -41,6 +41,8 @@ class ColdRun:
     foreign_cpus: float
     stack: RowReads | None = None
     """What the stack says of the cold run."""
+    warm_wait_s: float = 0.0
+    """And of its wait for rows in a warm one: some are computed with."""
 
     @property
     def penalty_s(self) -> float:
@@ -105,8 +107,7 @@ def _claims_of(results: Results, num_tokens: int, rows_per_token: int) -> dict[s
     num_rows = num_tokens * rows_per_token
     penalty = median(run.penalty_s for run in ours)
     warm_s = median(second for run in ours for second in run.warm_s)
-    repeats = [max(run.warm_s) - min(run.warm_s) for run in ours if len(run.warm_s) > 1]
-    resolution = median(repeats) if repeats else 0.0
+    resolution = _resolution(ours)
     found = {
         "cold_penalty_s": penalty,
         "cold_penalty_least_s": min(run.penalty_s for run in ours),
@@ -122,9 +123,15 @@ def _claims_of(results: Results, num_tokens: int, rows_per_token: int) -> dict[s
         if theirs := results.of(name, num_tokens):
             their_penalty = median(run.penalty_s for run in theirs)
             found[f"{name}_cold_penalty_s"] = their_penalty
+            found[f"{name}_penalty_resolution_s"] = _resolution(theirs)
+            found[f"{name}_warm_first_token_s"] = median(second for run in theirs for second in run.warm_s)
             found[f"{name}_bytes_per_row"] = median(run.read_bytes / num_rows for run in theirs)
-            if (divisor := max(penalty, resolution)) > 0:
+            # Where neither can be told from nothing, a ratio would be one of noise.
+            if their_penalty > _resolution(theirs) and (divisor := max(penalty, resolution)) > 0:
                 found[f"cold_penalty_ratio_{name}"] = their_penalty / divisor
+    waits = [run.stack.wait_s - run.warm_wait_s for run in ours if run.stack and run.stack.wait_s is not None]
+    if waits:
+        found["cold_ngram_wait_s"] = median(waits)
     limits = [_limit_ratio(run, median(results.deep_rates)) for run in ours if results.deep_rates]
     if known := [limit for limit in limits if limit is not None]:
         found["limit_ratio"] = median(known)
@@ -133,6 +140,13 @@ def _claims_of(results: Results, num_tokens: int, rows_per_token: int) -> dict[s
     if told:
         found["attributed_share"] = median(told)
     return found
+
+
+def _resolution(runs: Sequence[ColdRun]) -> float:
+    """What a penalty has to be more than to be told from none: how far two warm runs of a prompt differ, and
+    the less so the more prompts there were."""
+    repeats = [max(run.warm_s) - min(run.warm_s) for run in runs if len(run.warm_s) > 1]
+    return median(repeats) / len(repeats) ** 0.5 if repeats else 0.0
 
 
 def _limit_ratio(run: ColdRun, pages_per_s: float) -> float | None:

@@ -16,21 +16,24 @@ take turns on one disk:
 Before a cold run the pages of the table are made to leave memory, and looked at: a run that begins with more
 of its pages in memory than a few does not count. Prompts are random token ids, each used by nobody else.
 
-A difference of two times of some seconds is only as good as these repeat. So a prompt waits a while for the
-CPUs to be quiet, and one that was disturbed counts only where none was not. `penalty_resolution_s` is how far
-two warm runs of one prompt differ, and no ratio is made with a penalty smaller than that.
+A difference of two times of some seconds is only as good as these repeat. So a turn has several prompts where
+they are short, a prompt waits a while for the CPUs to be quiet, and one that was disturbed counts only where
+none was not. `penalty_resolution_s` is how far two warm runs of one prompt differ, over the root of the
+number of prompts. No ratio is made with a penalty of ours that is smaller than that, and none at all where
+theirs is.
 
 Claims, medians over the rounds, each also with the prompt's length as `_512`; the plain name is that of the
 length where it is worst: `cold_penalty_s`, `cold_penalty_ratio_llama_cpp` and `cold_penalty_ratio_mmap`
-(their penalty over ours), `cold_penalty_share` (of the warm time to the first token), `limit_ratio` (the time
-that the stager was reading over that of reading so many pages at the disk's deep rate, see
-`benchmarks.disk_limit`, measured in every round), `bytes_per_row`, `reads_in_flight`, `warm_read_bytes` (that
-the stager read for the repeated prompt), `attributed_share` (of the bytes that the system counts, what the
-stack accounts for). Of decoding: `decode_gap_p95_cold_ms`, between two tokens whose rows are on the disk, and
-`_warm_ms`, the same tokens again; `decode_later_p95_ms`, by how much tokens came later, noise included;
-`decode_ngram_wait_ms`, what the stack says it waited for rows, per token. With a delay added to every read:
-`delay_ratio`, the penalty of a prompt of 2048 tokens over its pages times the delay over the depth, and
-`watchdog_fired`, 1 where the stack took that for a stall.
+(their penalty over ours), `cold_penalty_share` (of the warm time to the first token), `cold_ngram_wait_s`
+(how much longer the stack says it waited for rows than in a warm run), `limit_ratio` (the time that the
+stager was reading over that of reading so many pages at the disk's deep rate, see `benchmarks.disk_limit`,
+measured in every round), `bytes_per_row`, `reads_in_flight`, `warm_read_bytes` (that the stager read for the
+repeated prompt), `attributed_share` (of the bytes that the system counts, what the stack accounts for). Of
+decoding: `decode_gap_p95_cold_ms`, between two tokens whose rows are on the disk, and `_warm_ms`, the same
+tokens again; `decode_later_p95_ms`, by how much tokens came later, noise included; `decode_ngram_wait_ms`,
+what the stack says it waited for rows, per token. With a delay added to every read: `delay_ratio`, the
+penalty of a prompt of 2048 tokens over its pages times the delay over the depth, and `watchdog_fired`, 1
+where the stack took that for a stall.
 """
 
 import argparse
@@ -107,10 +110,36 @@ class Plan:
     num_new: int
     """Tokens that are decoded cold and warm."""
     has_delay: bool
+    tokens_a_turn: int
+    """Of each length so many prompts that they have as many tokens together."""
+
+    def prompts(self) -> list[int]:
+        """The lengths of all prompts of a turn."""
+        return [
+            num_tokens
+            for num_tokens in self.prompt_lengths
+            for _ in range(max(1, self.tokens_a_turn // num_tokens))
+        ]
 
 
-QUICK = Plan(rounds=1, prompt_lengths=(512,), warm_up=32, num_warm=1, num_new=0, has_delay=False)
-FULL = Plan(rounds=3, prompt_lengths=(512, 2048), warm_up=384, num_warm=2, num_new=48, has_delay=True)
+QUICK = Plan(
+    rounds=1,
+    prompt_lengths=(512,),
+    warm_up=32,
+    num_warm=1,
+    num_new=0,
+    has_delay=False,
+    tokens_a_turn=0,
+)
+FULL = Plan(
+    rounds=3,
+    prompt_lengths=(512, 2048),
+    warm_up=384,
+    num_warm=2,
+    num_new=48,
+    has_delay=True,
+    tokens_a_turn=2048,
+)
 
 
 class Match:
@@ -133,7 +162,7 @@ class Match:
             strata.start()
             stager = [strata.process_id("stager")]
             self._warm_up(strata)
-            for num_tokens in self._plan.prompt_lengths:
+            for num_tokens in self._plan.prompts():
                 self._keep(STRATA, self._measure(strata, num_tokens, stager))
             if self._plan.num_new:
                 self.results.decodes.append(self._decode(strata))
@@ -145,7 +174,7 @@ class Match:
         try:
             llama.start()
             self._warm_up(llama)
-            for num_tokens in self._plan.prompt_lengths:
+            for num_tokens in self._plan.prompts():
                 self._keep(LLAMA, self._measure(llama, num_tokens, llama.pids()))
         finally:
             llama.stop()
@@ -230,6 +259,7 @@ class Match:
             reads_in_flight=in_flight,
             foreign_cpus=watch.foreign_cpus(),
             stack=self._said(cold),
+            warm_wait_s=median(self._said(generation).wait_s or 0.0 for generation in warm),
         )
 
     def _said(self, generation: Generation) -> RowReads:
@@ -307,6 +337,12 @@ def run(path: Path, parsed: argparse.Namespace, plan: Plan, report: Report) -> i
         report.claim("deep_reads_per_s", median(results.deep_rates))
     found = claims(results, plan.prompt_lengths, ngram.rows_per_token) | decode_claims(results.decodes)
     report.claim_all(found)
+    for name in (LLAMA, MAPPED):
+        for num_tokens in plan.prompt_lengths:
+            if f"cold_penalty_ratio_{name}_{num_tokens}" not in found:
+                report.note(
+                    f"no ratio to {name} with {num_tokens} tokens: its penalty cannot be told from noise"
+                )
     if not any(run.stack and run.stack.staging_s for run in results.runs[STRATA]):
         report.note("no limit_ratio: this version of Strata does not say how long it read")
     if any(not decode.is_same_text for decode in results.decodes):

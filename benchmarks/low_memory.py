@@ -129,7 +129,9 @@ def measure(
             contender.start()
             watch = CpuWatch(surroundings.cpus, contender.cpu_seconds)
             prefill_s = contender.generate(prompts.draw(_FULL_PROMPT), 1).first_token_s
-            with ReadWatch(lambda: disk_read_bytes(contender.pids())) as reads:
+            # Found once: to look for them again and again takes time.
+            pids = contender.pids()
+            with ReadWatch(lambda: disk_read_bytes(pids)) as reads:
                 generation = contender.generate(prompts.draw(_PROMPT), num_new + 1)
             return MemoryRun(
                 tokens_per_s=generation.decode_tokens_per_s,

@@ -45,25 +45,32 @@ def test_the_cold_penalty_is_a_difference() -> None:
     """Medians of differences, each of one prompt: prompts cost different times."""
     table = {"file": "m.gguf", "reads_n": 8000, "bytes_n": 512 * 16 * 4096 // 2}
     said = row_reads(
-        {"staged": {"ms": 225.0, "depth": 60.5, "reads_n": 7200}, "disk": [table], "disk_bytes_n": 1},
+        {
+            "ngram_wait_ms": 30.0,
+            "staged": {"ms": 225.0, "depth": 60.5, "reads_n": 7200},
+            "disk": [table],
+            "disk_bytes_n": 1,
+        },
         "m.gguf",
     )
     results = Results(deep_rates=[40_000.0])
     results.runs["strata"] = [
-        _cold_run(3.2, (3.0, 3.1), stack=said),
-        _cold_run(4.3, (4.0, 4.2), stack=said),
+        _cold_run(3.2, (3.0, 3.1), stack=said, warm_wait_s=0.01),
+        _cold_run(4.3, (4.0, 4.2), stack=said, warm_wait_s=0.01),
         _cold_run(9.0, (3.0, 3.0), resident_share=0.5),
     ]
     results.runs["llama_cpp"] = [_cold_run(8.0, (6.5,))]
     results.runs["mmap"] = [_cold_run(15.1, (0.1,))]
     found = claims(results, (512, 2048), 16)
     assert found["cold_penalty_s_512"] == found["cold_penalty_s"] == pytest.approx(0.175)
-    assert found["penalty_resolution_s"] == pytest.approx(0.15)
+    # Two warm runs differ by 0.15 s, of two prompts.
+    assert found["penalty_resolution_s"] == pytest.approx(0.15 / 2**0.5)
     assert found["cold_penalty_ratio_llama_cpp"] == pytest.approx(1.5 / 0.175)
     assert found["cold_penalty_ratio_mmap"] == pytest.approx(15 / 0.175)
     assert found["cold_penalty_share"] == pytest.approx(0.175 / 3.55)
     assert found["bytes_per_row"] == 4096
     assert found["reads_in_flight"] == 60.5
+    assert found["cold_ngram_wait_s"] == pytest.approx(0.02)
     assert found["attributed_share"] == pytest.approx(0.5)
     # 8000 pages take 0.2 s at that rate; nine tenths of them were read ahead.
     assert found["limit_ratio"] == pytest.approx(1.25)
@@ -77,6 +84,11 @@ def test_a_penalty_is_no_better_than_it_can_be_told() -> None:
     results.runs["mmap"] = [_cold_run(15.0, (0.0,))]
     found = claims(results, (512,), 16)
     assert found["cold_penalty_ratio_mmap"] == pytest.approx(15 / 0.2)
+    assert "cold_penalty_ratio_llama_cpp" not in found
+    results.runs["llama_cpp"] = [_cold_run(7.1, (6.9, 7.2))]
+    found = claims(results, (512,), 16)
+    assert found["llama_cpp_cold_penalty_s"] == pytest.approx(0.05)
+    assert "cold_penalty_ratio_llama_cpp" not in found
     assert "limit_ratio" not in found
 
 
