@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.processes import children_on, cpu_seconds, end, family, own_memory_bytes
-from benchmarks.streaming import AnswerError, Generation, all_logits, complete
+from benchmarks.streaming import AnswerError, Generation, all_logits, complete, get_json
 
 _START_TIMEOUT_S = 900.0
 _PR_SET_PDEATHSIG = 1
@@ -53,6 +54,9 @@ class Contender(Protocol):
     def memory_bytes(self) -> int:
         """See `own_memory_bytes`."""
 
+    def pids(self) -> list[int]:
+        """Its processes; none where it does not run."""
+
 
 class _Process:
     """The process of a contender, and what it says."""
@@ -64,6 +68,8 @@ class _Process:
         self._command = list(command)
         self._cpus = cpus
         self._last_signal = last_signal
+        self.groups: Sequence[Path] = ()
+        """Files `cgroup.procs` of the groups that it is started in."""
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
 
@@ -83,7 +89,7 @@ class _Process:
                 text=True,
                 # Ctrl-C is for this process, which ends the others in order.
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(_begin, [str(path) for path in self.groups]),
             )
 
     def stop(self) -> None:
@@ -127,18 +133,24 @@ class _Process:
         return AnswerError("\n    ".join([f"{self.name} {how}; its last words:", *last_lines]))
 
     def cpu_seconds(self) -> float:
-        return cpu_seconds(self._pids())
+        return cpu_seconds(self.pids())
 
     def memory_bytes(self) -> int:
-        return own_memory_bytes(self._pids())
+        return own_memory_bytes(self.pids())
 
-    def _pids(self) -> list[int]:
+    def pids(self) -> list[int]:
+        """Its processes; none where it does not run."""
         return family(self._process.pid) if self._process is not None else []
 
 
-def _end_with_parent() -> None:
-    """In the child, before it is what it shall be: a signal when this process is gone, however it goes."""
+def _begin(groups: Sequence[str]) -> None:
+    """In the child, before it is what it shall be: a signal when this process is gone, however it goes, and
+    its groups."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    for path in groups:
+        with open(path, "w") as file:
+            # Whoever writes.
+            file.write("0")
 
 
 _libc = ctypes.CDLL(None)
@@ -162,11 +174,17 @@ class Strata(_Process):
             raise self.failed(f"greets with {greeting!r}")
         self._url = found[1]
 
-    def generate(self, prompt_token_ids: Sequence[int], num_new: int) -> Generation:
+    def generate(
+        self, prompt_token_ids: Sequence[int], num_new: int, fields: Mapping[str, Any] | None = None
+    ) -> Generation:
         try:
-            return complete(self._url, prompt_token_ids, num_new)
+            return complete(self._url, prompt_token_ids, num_new, fields)
         except AnswerError as error:
             raise self.failed(f"fails: {error}") from error
+
+    def process_id(self, role: str) -> int:
+        """That of one of its processes, such as `stager`. Raises AnswerError."""
+        return int(get_json(self._url, "/health")["processes"][role]["pid"])
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Of every position [tokens, vocabulary]. Raises AnswerError."""
@@ -196,8 +214,9 @@ class LlamaServer(_Process):
 class LlamaInProcess(_Process):
     """llama.cpp's library, without a server."""
 
-    def __init__(self, model: Path, cpus: set[int], context: int) -> None:
-        command = _own_module("benchmarks.llama_cpp", model, cpus, context)
+    def __init__(self, model: Path, cpus: set[int], context: int, flags: Sequence[str] = ()) -> None:
+        """`flags` are of `benchmarks.llama_cpp`."""
+        command = [*_own_module("benchmarks.llama_cpp", model, cpus, context), *flags]
         super().__init__("llama.cpp in process", command, cpus, signal.SIGTERM)
 
     def start(self) -> None:

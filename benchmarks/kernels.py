@@ -21,11 +21,11 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import add_json_argument, positive, positives
 from benchmarks.blocks import RANDOM_TYPES, decode, random_blocks
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
 from benchmarks.peak import peak_mac_per_s
@@ -305,14 +305,13 @@ def _formats(text: str) -> list[str]:
     return names
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+def _usable_cpu(text: str) -> int:
+    usable = sorted(os.sched_getaffinity(0))
+    if not text.isdecimal() or int(text) not in usable:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of this process's CPUs, {','.join(map(str, usable))}"
+        )
     return int(text)
-
-
-def _numbers(text: str) -> list[int]:
-    return [_number(part) for part in text.split(",")]
 
 
 def main() -> int:
@@ -321,16 +320,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--quick", action="store_true", help="under a minute, wider error")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets all results")
+    add_json_argument(parser)
     parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default %(default)s")
     batches = ",".join(map(str, BATCHES))
-    parser.add_argument("--batches", type=_numbers, default=batches, help="default %(default)s")
-    parser.add_argument("--matrices", type=_number, default=300, help="of each format (default %(default)s)")
+    parser.add_argument("--batches", type=positives, default=batches, help="default %(default)s")
+    parser.add_argument("--matrices", type=positive, default=300, help="of each format (default %(default)s)")
     parser.add_argument("--cpu-kernels", default="auto", choices=CHOICES, help="ours (default %(default)s)")
     parser.add_argument(
         "--cpu-activations", default=ACTIVATIONS[0], choices=ACTIVATIONS, help="default %(default)s"
     )
-    parser.add_argument("--cpu", type=int, help="CPU to run on (default the last usable one)")
+    parser.add_argument(
+        "--cpu", type=_usable_cpu, metavar="N", help="CPU to run on (default the last usable one)"
+    )
     parsed = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cpu = parsed.cpu if parsed.cpu is not None else max(os.sched_getaffinity(0))

@@ -1,6 +1,6 @@
 """llama.cpp without a server: a process that computes what it is told on standard input, line by line.
 
-    python -m benchmarks.llama_cpp MODEL.gguf --threads 2 --context 4096
+    python -m benchmarks.llama_cpp MODEL.gguf --threads 2 --context 4096 [--lazy] [--plain]
 
 The wheel's extension module exports the functions of `llama.h`, which ctypes can call. This is the stricter
 of the two anchors: no HTTP, no sampler chain, nothing but `llama_decode` and a search for the largest logit.
@@ -30,10 +30,15 @@ from numpy.typing import NDArray
 from benchmarks.ggml import LlamaUnavailableError, library_path
 from benchmarks.llama_process import begin
 
+LAZY, PLAIN = "--lazy", "--plain"
+"""Switches of the command line."""
+
 F32, F16 = 0, 1
 """ggml's numbers of these types."""
 _DEFAULT_BATCH = 2048
 _ERROR_LEVEL = 4
+# Of `enum llama_load_mode` and `llama_lazy_mode`.
+_AUTO_LOAD, _AUTO_LAZY, _LAZY = -1, 1, 2
 
 
 class _ContextParams(ctypes.Structure):
@@ -70,9 +75,27 @@ class _ContextParams(ctypes.Structure):
 
 
 class _ModelParams(ctypes.Structure):
-    """`llama_model_params`, of which nothing is changed."""
+    """`llama_model_params` as far as it is needed, with room for the rest."""
 
-    _fields_ = (("whole", ctypes.c_byte * 512),)
+    _fields_ = (
+        ("devices", ctypes.c_void_p),
+        ("tensor_buft_overrides", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("n_gpu_layers", "split_mode", "load_mode", "lazy_mode")),
+        ("main_gpu", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("tensor_split", "progress", "progress_data", "kv_overrides")),
+        *((name, ctypes.c_bool) for name in ("vocab_only", "check_tensors", "use_extra_bufts")),
+        ("rest", ctypes.c_byte * 512),
+    )
+
+    def check(self) -> None:
+        """Raises LlamaUnavailableError where fields do not hold the defaults they are known to."""
+        looks_right = (
+            (self.devices, self.tensor_buft_overrides, self.tensor_split) == (None, None, None)
+            and (self.load_mode, self.lazy_mode, self.main_gpu) == (_AUTO_LOAD, _AUTO_LAZY, 0)
+            and (self.vocab_only, self.check_tensors, self.use_extra_bufts) == (False, False, True)
+        )
+        if not looks_right:
+            raise LlamaUnavailableError("this release of llama.cpp lays its parameters out in another way")
 
 
 class _Batch(ctypes.Structure):
@@ -102,12 +125,28 @@ _log_errors = _LogCallback(_log_error)
 class LlamaCpp:
     """One model and one sequence."""
 
-    def __init__(self, path: str, num_threads: int, context: int, cache_type: int = F16) -> None:
-        """`cache_type` is that of keys and values. Raises LlamaUnavailableError."""
+    def __init__(
+        self,
+        path: str,
+        num_threads: int,
+        context: int,
+        cache_type: int = F16,
+        *,
+        is_lazy: bool = False,
+        repacks: bool = True,
+    ) -> None:
+        """`cache_type` is that of keys and values; `is_lazy`: rows of the n-gram table are read when they are
+        needed, even of a small one; without `repacks` no weights are copied into an order that is faster to
+        compute with. Raises LlamaUnavailableError."""
         self._library = library = _open()
         library.llama_log_set(_log_errors, None)
         library.llama_backend_init()
-        self._model = library.llama_model_load_from_file(path.encode(), library.llama_model_default_params())
+        model_params = library.llama_model_default_params()
+        if is_lazy or not repacks:
+            model_params.check()
+            model_params.lazy_mode = _LAZY if is_lazy else _AUTO_LAZY
+            model_params.use_extra_bufts = repacks
+        self._model = library.llama_model_load_from_file(path.encode(), model_params)
         if not self._model:
             raise LlamaUnavailableError(f"llama.cpp does not load {path}")
         params = library.llama_context_default_params()
@@ -207,9 +246,13 @@ def _answer(llama: LlamaCpp, request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answers until its input ends."""
-    parsed, answers = begin(__doc__)
+    parsed, answers = begin(
+        __doc__, {LAZY: "read rows of the n-gram table on demand", PLAIN: "repack nothing"}
+    )
     try:
-        llama = LlamaCpp(parsed.model, parsed.threads, parsed.context)
+        llama = LlamaCpp(
+            parsed.model, parsed.threads, parsed.context, is_lazy=parsed.lazy, repacks=not parsed.plain
+        )
         print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(_answer(llama, json.loads(line))), file=answers, flush=True)

@@ -2,18 +2,25 @@
 
 import argparse
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TextIO
 
 
-def begin(description: str | None) -> tuple[argparse.Namespace, TextIO]:
-    """`model`, `threads` and `context` of the command line, and the process's output for its answers alone:
-    whatever else llama.cpp prints goes to standard error from now on."""
+def begin(
+    description: str | None, switches: Mapping[str, str] = MappingProxyType({})
+) -> tuple[argparse.Namespace, TextIO]:
+    """`model`, `threads`, `context` and the switches of the command line, which are given with their help;
+    and the process's output for its answers alone: whatever else llama.cpp prints goes to standard error
+    from now on."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
+    for name, meaning in switches.items():
+        parser.add_argument(name, action="store_true", help=meaning)
     parsed = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

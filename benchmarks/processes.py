@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,8 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _END_TIMEOUT_S = 40.0
+_WATCH_INTERVAL_S = 0.1
+_QUIET_WINDOW_S = 0.5
 
 
 @contextmanager
@@ -46,6 +51,54 @@ def cpu_seconds(pids: list[int]) -> float:
         with contextlib.suppress(OSError):
             total += _stat(pid).cpu_ticks
     return total / _TICKS_PER_S
+
+
+def disk_read_bytes(pids: list[int]) -> int:
+    """What they have had read from disks so far, page faults and read-ahead included."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, KeyError):
+            lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+            total += int(dict(line.split(": ", 1) for line in lines)["read_bytes"])
+    return total
+
+
+class ReadWatch:
+    """Notes how much has been read so far, again and again, from a thread of its own.
+
+    What a request reads after its first token cannot be told from the outside in another way.
+    """
+
+    def __init__(self, read_bytes: Callable[[], int]) -> None:
+        self._read_bytes = read_bytes
+        self._times: list[float] = []
+        self._bytes: list[int] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reads", daemon=True)
+
+    def __enter__(self) -> "ReadWatch":
+        self._note()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._note()
+
+    def bytes_between(self, first_s: float, last_s: float) -> float:
+        """Read between two moments, given in seconds from the beginning."""
+        since = [moment - self._times[0] for moment in self._times]
+        first, last = np.interp((first_s, last_s), since, self._bytes)
+        return float(last - first)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_WATCH_INTERVAL_S):
+            self._note()
+
+    def _note(self) -> None:
+        self._times.append(time.monotonic())
+        self._bytes.append(self._read_bytes())
 
 
 def own_memory_bytes(pids: list[int]) -> int:
@@ -108,6 +161,16 @@ class CpuWatch:
 
     def _foreign_s(self) -> float:
         return busy_seconds(self._cpus) - self._measured() - time.process_time()
+
+
+def wait_for_quiet(cpus: set[int], most: float, patience_s: float) -> float:
+    """Returns once no more than `most` of these CPUs is busy, or after so long: how much it was."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        watch = CpuWatch(cpus, lambda: 0.0)
+        time.sleep(_QUIET_WINDOW_S)
+        if (foreign_cpus := watch.foreign_cpus()) <= most or time.monotonic() > deadline:
+            return foreign_cpus
 
 
 def busy_seconds(cpus: set[int]) -> float:

@@ -1,11 +1,15 @@
 """Models to measure with: a few layers of the real dimensions, random weights, the types of published files.
 
     python -m benchmarks.slices --profile iq2_xs [--layers 4] [--slice-dir DIR]
+    python -m benchmarks.slices --profile iq2_xs --experts 32 --ngram-base 5500000
 
 A slice has all 512 experts of each layer, the whole vocabulary, and everything a real file has, but fewer
 layers and a small n-gram table. Blocks are random, of a spread that keeps activations sane, and are streamed
 to disk: 4 layers are 4 to 8 GB. Every token is a word of its own, so that every generated token is text and
 can be clocked by a client. A slice that was written once is used again.
+
+The second one is for measuring reads of the n-gram table (`benchmarks.cold_start`): few experts, and a table
+of 7.4 GiB, which is a quarter of the real one.
 
 The profiles follow the tensor lists of published files, class by class.
 """
@@ -23,6 +27,7 @@ from string import ascii_lowercase
 
 import numpy as np
 
+from benchmarks.arguments import positive
 from benchmarks.blocks import Floats, random_blocks
 from shared.cli.progress import ProgressLine
 from shared.gguf.types import TensorType, tensor_type_named
@@ -160,18 +165,22 @@ def default_directory() -> Path:
     return (Path(caches) if caches else Path.home() / ".cache") / "strata-benchmarks"
 
 
-def slice_path(directory: Path, profile: str, num_layers: int) -> Path:
-    """Where a slice lies once it is written."""
-    return directory / f"{profile}-{num_layers}-layers-v{VERSION}.gguf"
+def slice_path(directory: Path, profile: str, config: DemoConfig) -> Path:
+    """Where a slice lies once it is written. Its name says in what it differs from the real model."""
+    parts = [profile, f"{config.num_hidden_layers}-layers"]
+    if config.num_experts != REAL.num_experts:
+        parts.append(f"{config.num_experts}-experts")
+    if config.ngram_vocab_size_base != REAL.ngram_vocab_size_base:
+        parts.append(f"{config.ngram_vocab_size_base}-ngrams")
+    return directory / f"{'-'.join(parts)}-v{VERSION}.gguf"
 
 
-def ensure_slice(directory: Path, profile: str, num_layers: int) -> Path:
+def ensure_slice(directory: Path, profile: str, config: DemoConfig) -> Path:
     """The slice's path, written first where it is not there. Raises OSError where the disk is too small."""
-    path = slice_path(directory, profile, num_layers)
+    path = slice_path(directory, profile, config)
     if path.exists():
         return path
     directory.mkdir(parents=True, exist_ok=True)
-    config = real_config(num_layers)
     num_bytes, room = slice_bytes(config, profile), shutil.disk_usage(directory).free
     if num_bytes + _SPARE_DISK_BYTES > room:
         raise OSError(f"{path} takes {num_bytes / 1e9:.1f} GB, {directory} has {room / 1e9:.1f} GB left")
@@ -187,31 +196,68 @@ def ensure_slice(directory: Path, profile: str, num_layers: int) -> Path:
     return path
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What names the model to measure with: a slice by its profile, or a file."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    experts: int = REAL.num_experts,
+    ngram_base: int = REAL.ngram_vocab_size_base,
+) -> None:
+    """What names the model to measure with: a slice by its profile, these being its defaults, or a file."""
     parser.add_argument(
         "--profile",
         help=f"a slice to measure with: {', '.join(PROFILES)}; with --model a name for the results",
     )
     parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="measure with this file instead")
-    parser.add_argument("--layers", type=int, default=4, help="of a slice (default %(default)s)")
+    add_slice_arguments(parser, experts, ngram_base)
+
+
+def add_slice_arguments(
+    parser: argparse.ArgumentParser,
+    experts: int = REAL.num_experts,
+    ngram_base: int = REAL.ngram_vocab_size_base,
+) -> None:
+    """What a slice is like, with these defaults, and where it is."""
+    for name, default, meaning in (
+        ("layers", REAL.num_hidden_layers, "of a slice"),
+        ("experts", experts, "of each layer of a slice"),
+        ("ngram-base", ngram_base, "rows of each of the 16 parts of its n-gram table, about"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, metavar="N", help=f"{meaning} (default %(default)s)"
+        )
     parser.add_argument("--slice-dir", type=Path, default=default_directory(), help="default %(default)s")
 
 
 def check_model_arguments(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    """Ends the program where they name none."""
+    """Ends the program where they name none, or a slice that no model can be like."""
     if parsed.model is None and parsed.profile not in PROFILES:
         parser.error(f"name a --profile ({', '.join(PROFILES)}) or a --model")
+    check_slice_arguments(parser, parsed)
+
+
+def check_slice_arguments(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """Ends the program where no model can be like that."""
+    for flag, value, least in (
+        # The n-gram table is used in the second layer.
+        ("--layers", parsed.layers, REAL.ple_layer + 1),
+        ("--experts", parsed.experts, REAL.num_experts_per_tok),
+    ):
+        if value < least:
+            parser.error(f"argument {flag}: {value} is too few, {least} is the least")
 
 
 def model_path(parsed: argparse.Namespace) -> Path:
     """The file they name, a slice written first where it is not there. Raises OSError."""
-    return parsed.model or ensure_slice(parsed.slice_dir, parsed.profile, parsed.layers)
+    return parsed.model or ensure_slice(parsed.slice_dir, parsed.profile, slice_config(parsed))
 
 
-def real_config(num_layers: int) -> DemoConfig:
-    """The real model with so many layers."""
-    return replaced(REAL, num_hidden_layers=num_layers)
+def slice_config(parsed: argparse.Namespace) -> DemoConfig:
+    """What the slice is like that they describe."""
+    return replaced(
+        REAL,
+        num_hidden_layers=parsed.layers,
+        num_experts=parsed.experts,
+        ngram_vocab_size_base=parsed.ngram_base,
+    )
 
 
 def replaced(config: DemoConfig, **changes: int) -> DemoConfig:
@@ -432,12 +478,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--profile", required=True, choices=list(PROFILES))
-    parser.add_argument("--layers", type=int, default=4, help="default %(default)s")
-    parser.add_argument("--slice-dir", type=Path, default=default_directory(), help="default %(default)s")
+    add_slice_arguments(parser)
     parsed = parser.parse_args()
+    check_slice_arguments(parser, parsed)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        path = ensure_slice(parsed.slice_dir, parsed.profile, parsed.layers)
+        path = ensure_slice(parsed.slice_dir, parsed.profile, slice_config(parsed))
     except OSError as error:
         print(f"slices: {error}", file=sys.stderr)
         return 1

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.arguments import add_json_argument, positive
 from benchmarks.in_process import InProcessModel
 from benchmarks.page_cache import warm_page_cache
 from benchmarks.read_limit import expert_bytes
@@ -192,17 +193,22 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add_model_arguments(parser)
-    parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--tokens", type=int, default=32, help="decoded and timed (default %(default)s)")
+    parser.add_argument("--threads", type=positive, default=2, help="default %(default)s")
+    parser.add_argument("--tokens", type=positive, default=32, help="decoded and timed (default %(default)s)")
     parser.add_argument(
         "--cpu-activations", default=ACTIVATIONS[0], choices=ACTIVATIONS, help="default %(default)s"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets all results")
+    add_json_argument(parser)
     parsed = parser.parse_args()
     check_model_arguments(parser, parsed)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     kernels = choose_kernels("auto", parsed.cpu_activations)
-    settings = {"threads": parsed.threads, "tokens": parsed.tokens, "cpu_kernels": kernels}
+    settings = {
+        "profile": parsed.profile,
+        "threads": parsed.threads,
+        "tokens": parsed.tokens,
+        "cpu_kernels": kernels,
+    }
     report = Report("step_profile", settings)
     try:
         path = model_path(parsed)
@@ -211,7 +217,7 @@ def main() -> int:
             report.model = {"name": model.name, "fingerprint": model.fingerprint()}
             num_layers = read_model_config(model).num_layers
             warm_page_cache(model, report)
-        steps = profile(path, parsed.threads, max(1, parsed.tokens))
+        steps = profile(path, parsed.threads, parsed.tokens)
     except (StrataError, OSError) as error:
         print(f"step_profile: {error}", file=sys.stderr)
         return 1

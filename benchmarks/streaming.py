@@ -124,6 +124,19 @@ def all_logits(url: str, token_ids: Sequence[int]) -> NDArray[np.float32]:
         connection.close()
 
 
+def get_json(url: str, path: str) -> dict[str, Any]:
+    """What a server says of itself at a path. Raises AnswerError."""
+    connection = _connection(url)
+    try:
+        connection.request("GET", path)
+        found: dict[str, Any] = json.loads(connection.getresponse().read())
+        return found
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise AnswerError(f"{url} does not answer as a server does: {error!r}") from error
+    finally:
+        connection.close()
+
+
 def _connection(url: str) -> http.client.HTTPConnection:
     parts = urlsplit(url)
     return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)

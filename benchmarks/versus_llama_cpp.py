@@ -39,10 +39,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import add_json_argument, positive
 from benchmarks.contenders import Contender, LlamaInProcess, LlamaServer, Strata
 from benchmarks.ggml import LlamaUnavailableError, library_path
 from benchmarks.page_cache import warm_page_cache
-from benchmarks.processes import CpuWatch
+from benchmarks.processes import CpuWatch, wait_for_quiet
+from benchmarks.prompts import Prompts
 from benchmarks.quality import (
     PORTABLE,
     NoReferenceError,
@@ -72,14 +74,12 @@ _CONTEXT = 2560
 _QUICK_S = 60.0
 # Starting Strata, its shorter requests, and judging.
 _QUICK_REST_S = 25.0
-_NORMAL_TOKEN = 1
 # Each of llama.cpp's processes keeps a rearranged copy of much of the weights beside the mapped file.
 _SPARE_BYTES = 3 << 30
 MAX_FOREIGN_CPUS = 0.06
 """A request beside more than this does not count. Beside 0.05 no effect was seen, beside 0.12 llama.cpp was
 13 % slower."""
 _MAX_TRIES = 3
-_QUIET_WINDOW_S = 0.5
 
 
 class BusyError(Exception):
@@ -143,19 +143,6 @@ class Results:
             for kind, runs in kinds.items()
             if not any(run.counts for run in runs)
         ]
-
-
-class Prompts:
-    """Random prompts of ordinary tokens, each a different one."""
-
-    def __init__(self, model: GGUFModel, seed: int) -> None:
-        kinds = np.asarray(model.metadata["tokenizer.ggml.token_type"])
-        self._ordinary: NDArray[np.int64] = np.flatnonzero(kinds == _NORMAL_TOKEN)
-        self._rng = np.random.default_rng(seed)
-
-    def draw(self, num_tokens: int) -> list[int]:
-        """One prompt."""
-        return [int(token_id) for token_id in self._rng.choice(self._ordinary, num_tokens)]
 
 
 class Match:
@@ -228,18 +215,13 @@ class Match:
                 return
 
     def _wait_for_quiet(self) -> None:
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            watch = CpuWatch(self._cpus, lambda: 0.0)
-            time.sleep(_QUIET_WINDOW_S)
-            if (foreign_cpus := watch.foreign_cpus()) <= MAX_FOREIGN_CPUS:
-                return
-            if time.monotonic() > deadline:
-                # Going on would measure nothing, and disturb whoever else is measuring.
-                raise BusyError(
-                    f"something else has kept the CPUs busy for {self._patience_s:g} s, "
-                    f"{foreign_cpus:.2f} of {len(self._cpus)} at the end; --patience waits longer"
-                )
+        foreign_cpus = wait_for_quiet(self._cpus, MAX_FOREIGN_CPUS, self._patience_s)
+        if foreign_cpus > MAX_FOREIGN_CPUS:
+            # Going on would measure nothing, and disturb whoever else is measuring.
+            raise BusyError(
+                f"something else has kept the CPUs busy for {self._patience_s:g} s, "
+                f"{foreign_cpus:.2f} of {len(self._cpus)} at the end; --patience waits longer"
+            )
 
 
 def _speed(kind: str, generation: Generation) -> float:
@@ -478,10 +460,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add_model_arguments(parser)
-    parser.add_argument("--threads", type=int, default=2, help="and CPUs, for each (default %(default)s)")
-    parser.add_argument("--rounds", type=int, help=f"default {FULL.rounds}; a quick run has one")
     parser.add_argument(
-        "--new-tokens", type=int, metavar="N", help=f"decoded for one measurement (default {FULL.num_new})"
+        "--threads", type=positive, default=2, help="and CPUs, for each (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=positive, help=f"default {FULL.rounds}; a quick run has one")
+    parser.add_argument(
+        "--new-tokens",
+        type=positive,
+        metavar="N",
+        help=f"decoded for one measurement (default {FULL.num_new})",
     )
     parser.add_argument("--quick", action="store_true", help="under a minute on a quiet machine, wider error")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
@@ -494,14 +481,14 @@ def main() -> int:
         help="how long a request waits for a quiet machine, beyond any minute (default %(default)g)",
     )
     parser.add_argument("--skip-quality", action="store_true", help="measure speed alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets all results")
+    add_json_argument(parser)
     parsed = parser.parse_args()
     check_model_arguments(parser, parsed)
     plan = QUICK if parsed.quick else FULL
     if parsed.rounds is not None and not plan.is_quick:
-        plan = replace(plan, rounds=max(1, parsed.rounds))
+        plan = replace(plan, rounds=parsed.rounds)
     if parsed.new_tokens is not None:
-        plan = replace(plan, num_new=max(1, parsed.new_tokens))
+        plan = replace(plan, num_new=parsed.new_tokens)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         library_path()

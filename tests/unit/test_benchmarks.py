@@ -2,11 +2,14 @@
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from benchmarks import cold_start, kernels, low_memory, slices, step_profile, versus_llama_cpp
 from benchmarks.blocks import decode, random_blocks
 from benchmarks.contenders import LlamaInProcess
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
@@ -16,7 +19,16 @@ from benchmarks.processes import CpuWatch, cpu_seconds, family
 from benchmarks.quality import NoReferenceError, Quality, compare
 from benchmarks.read_limit import read_bytes_per_s, token_bytes
 from benchmarks.report import Report, median, table
-from benchmarks.slices import PROFILES, REAL, ensure_slice, replaced, slice_bytes, tensors, write_slice
+from benchmarks.slices import (
+    PROFILES,
+    REAL,
+    ensure_slice,
+    replaced,
+    slice_bytes,
+    slice_path,
+    tensors,
+    write_slice,
+)
 from benchmarks.step_profile import claims as profile_claims
 from benchmarks.step_profile import profile
 from benchmarks.streaming import AnswerError, Generation
@@ -27,28 +39,7 @@ from shared.model_config import read_model_config
 from shared.quants.simd.instruction_set import Target, supported
 from shared.tensor_catalog import check_tensors
 from tests.support.tiny_model import tiny_model
-from tools.demo_model.config import CONTROL_TOKENS
-
-_VOCABULARY = 512
-# The real one but for its extents; every profile's blocks of 256 still divide the hidden width.
-_TINY = replaced(
-    REAL,
-    vocab_size=_VOCABULARY,
-    eos_token_id=_VOCABULARY - len(CONTROL_TOKENS),
-    hidden_size=256,
-    num_attention_heads=4,
-    head_dim=64,
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-    shared_expert_intermediate_size=64,
-    hc_lowrank=32,
-    indexer_head_dim=64,
-    ple_embed_dim=512,
-    ngram_vocab_size_base=50,
-)
+from tests.support.tiny_slice import TINY_SLICE
 
 
 def _generation(tokens_per_s: float) -> Generation:
@@ -88,14 +79,14 @@ def test_a_slice_is_a_model(tmp_path: Path, profile: str) -> None:
     """Guards against a slice that writes for minutes and is then refused."""
     path = tmp_path / "slice.gguf"
     fractions: list[float] = []
-    write_slice(path, _TINY, profile, 0, lambda _, fraction: fractions.append(fraction))
+    write_slice(path, TINY_SLICE, profile, 0, lambda _, fraction: fractions.append(fraction))
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1
     with GGUFModel(path) as model:
         config = read_model_config(model)
         check_tensors(model, config)
-        assert (config.num_layers, config.num_experts, config.vocab_size) == (4, 8, _VOCABULARY)
-        assert set(model) == {name for name, _ in tensors(_TINY)}
+        assert (config.num_layers, config.num_experts, config.vocab_size) == (4, 8, TINY_SLICE.vocab_size)
+        assert set(model) == {name for name, _ in tensors(TINY_SLICE)}
         for name in model:
             info = model.info(name)
             if info.type.name in ("F32", "F16", "BF16"):
@@ -127,7 +118,7 @@ def test_an_interrupted_slice_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("benchmarks.slices.write_slice", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        ensure_slice(tmp_path, "iq2_xs", 4)
+        ensure_slice(tmp_path, "iq2_xs", REAL)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -207,7 +198,7 @@ def test_the_peak_is_a_peak() -> None:
 def test_what_a_token_reads(tmp_path: Path) -> None:
     """All but tables and experts that are not chosen: what else is counted makes the limit too low."""
     path = tmp_path / "slice.gguf"
-    write_slice(path, _TINY, "iq2_xs", 0, lambda *_: None)
+    write_slice(path, TINY_SLICE, "iq2_xs", 0, lambda *_: None)
     with GGUFModel(path) as model:
         sizes = {name: model.rows(name).nbytes for name in model}
         tables = sizes["token_embd.weight"] + sizes["per_layer_token_embd.weight"]
@@ -226,18 +217,18 @@ def test_what_a_token_reads(tmp_path: Path) -> None:
 def test_every_step_of_a_token_is_named_once(tmp_path: Path) -> None:
     """Weights that no step accounts for, or two, would make the table of a profile a wrong one."""
     path = tmp_path / "slice.gguf"
-    write_slice(path, _TINY, "q4_k", 0, lambda *_: None)
+    write_slice(path, TINY_SLICE, "q4_k", 0, lambda *_: None)
     steps = profile(path, num_threads=1, num_tokens=3)
     with GGUFModel(path) as model:
         num_bytes = sum(step.num_runs * step.num_bytes for step in steps.values())
         # Vectors and convolutions are copied at load; of a model as small as this they are some percent.
         assert 0.92 * token_bytes(model) <= num_bytes <= token_bytes(model)
-    assert steps["routed experts"].num_runs == _TINY.num_hidden_layers
+    assert steps["routed experts"].num_runs == TINY_SLICE.num_hidden_layers
     assert all(len(step.tokens) == 3 and "?" not in name for name, step in steps.items())
-    found = profile_claims(steps, _TINY.num_hidden_layers)
+    found = profile_claims(steps, TINY_SLICE.num_hidden_layers)
     total = 1e6 * sum(step.seconds for step in steps.values())
     per_layer = sum(value for name, value in found.items() if name.endswith("_per_layer"))
-    assert per_layer * _TINY.num_hidden_layers + found["head_us"] == pytest.approx(total)
+    assert per_layer * TINY_SLICE.num_hidden_layers + found["head_us"] == pytest.approx(total)
 
 
 def test_speed_is_against_the_faster_llama_cpp() -> None:
@@ -323,3 +314,50 @@ def test_a_contender_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> N
 def test_median() -> None:
     """Of an even number of values it lies between two."""
     assert median([1, 4, 2, 3]) == 2.5
+
+
+_REFUSED = (
+    (slices, ["--profile", "iq2_xs", "--layers", "0"], "--layers: '0' is no number above 0"),
+    (slices, ["--profile", "iq2_xs", "--layers", "1"], "--layers: 1 is too few, 2 is the least"),
+    (slices, ["--profile", "iq2_xs", "--experts", "9"], "--experts: 9 is too few, 10 is the least"),
+    (step_profile, ["--profile", "iq2_xs", "--threads", "0"], "--threads: '0' is no number above 0"),
+    (step_profile, ["--profile", "iq2_xs", "--tokens=-1"], "--tokens: '-1' is no number above 0"),
+    (step_profile, ["--profile", "iq2_xs", "--layers", "1"], "--layers: 1 is too few"),
+    (versus_llama_cpp, ["--profile", "iq2_xs", "--threads=-2"], "--threads: '-2' is no number above 0"),
+    (versus_llama_cpp, ["--profile", "iq2_xs", "--json", "/none/r.json"], "there is no directory /none"),
+    (cold_start, ["--rounds", "0"], "--rounds: '0' is no number above 0"),
+    (cold_start, ["--profile", "none"], "name a --profile"),
+    (low_memory, ["--share", "1.5"], "--share: '1.5' is no share above 0"),
+    (low_memory, ["--read-iops", "0"], "--read-iops: '0' is no number above 0"),
+    (kernels, ["--json", "/"], "--json: / is a directory"),
+    (kernels, ["--cpu", "99"], "--cpu: '99' is none of this process's CPUs"),
+    (kernels, ["--cpu=-1"], "--cpu: '-1' is none of this process's CPUs"),
+)
+
+
+@pytest.mark.parametrize(("program", "arguments", "message"), _REFUSED)
+def test_what_makes_no_sense_is_refused_first(
+    program: ModuleType,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Guards against a traceback after minutes of measuring, and against a slice that nothing can read."""
+    if program is not kernels:
+        arguments = [*arguments, "--slice-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slices_are_told_apart_by_name() -> None:
+    """One taken for the other would be measured as it."""
+    small = replaced(REAL, num_experts=32, ngram_vocab_size_base=5_500_000)
+    assert slice_path(Path("/s"), "iq2_xs", REAL).name == "iq2_xs-4-layers-v1.gguf"
+    assert slice_path(Path("/s"), "iq2_xs", small).name == "iq2_xs-4-layers-32-experts-5500000-ngrams-v1.gguf"
+    assert dict(tensors(small))["per_layer_token_embd.weight"][0] * 90 > 7 << 30
