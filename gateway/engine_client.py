@@ -242,7 +242,9 @@ class EngineClient:
                 self._hand_on(message)
             case PromptStaged():
                 self._note_staged(message)
-            case RequestFailed(request_id=request_id, code=code, reason=reason):
+            case RequestFailed(request_id=request_id, code=code, reason=reason, timings=timings):
+                if timings is not None:
+                    self.totals.finished(timings)
                 stream = self._streams.get(request_id)
                 if stream is not None:
                     stream.put(GenerationError(reason, code=code))

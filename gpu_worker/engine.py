@@ -38,6 +38,7 @@ from shared.messages import (
     PrefillProgress,
     RequestFailed,
     RequestFinished,
+    RequestTimings,
     TokenChunk,
 )
 from shared.ring import RingClient
@@ -330,10 +331,14 @@ class Engine:
     def _end_with_failure(self, sequence: Sequence, failure: GenerationError) -> None:
         self._scheduler.remove(sequence)
         self._last_busy = time.monotonic()
-        self._post_failure(sequence.request_id, failure)
+        self._post_failure(sequence.request_id, failure, sequence.clock.timings(time.monotonic()))
 
-    def _post_failure(self, request_id: str, failure: GenerationError) -> None:
-        self._post(RequestFailed(request_id=request_id, code=failure.code, reason=str(failure)))
+    def _post_failure(
+        self, request_id: str, failure: GenerationError, timings: RequestTimings | None = None
+    ) -> None:
+        self._post(
+            RequestFailed(request_id=request_id, code=failure.code, reason=str(failure), timings=timings)
+        )
 
 
 def _major_faults() -> int:

@@ -192,11 +192,13 @@ class RequestFinished(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """gpu_worker -> gateway. Last word about a request that ended in an error."""
+    """gpu_worker -> gateway. Last word about a request that ended in an error; `timings` are those of the
+    steps it had, None where it had none."""
 
     request_id: str
     code: str
     reason: str
+    timings: RequestTimings | None = None
 
 
 # Staging: gateway -> stager, and what came of it.

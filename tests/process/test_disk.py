@@ -92,6 +92,17 @@ def test_a_bad_disk_costs_the_requests_that_need_it() -> None:
                 )
         assert 503 in outcomes
         assert 200 in outcomes
+        # What failed requests have read is in the account too.
+        metrics = stack.request("GET", "/metrics").body.decode()
+        told = re.findall(r"^strata_disk_read_bytes_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+        total = sum(map(float, told))
+        assert total > 0
+
+        def is_what_the_stager_says() -> bool:
+            stager = stack.request("GET", "/v1/status").json["processes"]["stager"]
+            return bool(stager["gauges"]["ngram_read_bytes"] == total)
+
+        wait_for(is_what_the_stager_says, 5, "a heartbeat with the same bytes")
 
         def is_served() -> bool:
             answer = stack.post("/v1/completions", {"prompt": random_ids(400, seed=0), "max_tokens": 1})
