@@ -190,7 +190,16 @@ def delay_claims(run: ColdRun | None, delay_s: float, depth: int) -> dict[str, f
     if run is None:
         return {"watchdog_fired": 1.0}
     ideal_s = run.num_pages * delay_s / depth
-    return {"delay_ratio": run.penalty_s / ideal_s, "delay_penalty_s": run.penalty_s, "watchdog_fired": 0.0}
+    found = {"delay_penalty_s": run.penalty_s, "watchdog_fired": 0.0}
+    waits = [run.penalty_s]
+    if run.stack is not None and run.stack.wait_s is not None:
+        found["delay_ngram_wait_s"] = run.stack.wait_s - run.warm_wait_s
+        waits.append(found["delay_ngram_wait_s"])
+    # The first token may come late for other reasons, and by chance early: the worse of the two counts.
+    found["delay_ratio"] = max(waits) / ideal_s
+    if run.stack is not None and run.stack.staging_s:
+        found["delay_staging_ratio"] = run.stack.staging_s / ideal_s
+    return found
 
 
 def as_table(results: Results) -> str:

@@ -31,9 +31,10 @@ measured in every round), `bytes_per_row`, `reads_in_flight`, `warm_read_bytes` 
 repeated prompt), `attributed_share` (of the bytes that the system counts, what the stack accounts for). Of
 decoding: `decode_gap_p95_cold_ms`, between two tokens whose rows are on the disk, and `_warm_ms`, the same
 tokens again; `decode_later_p95_ms`, by how much tokens came later, noise included; `decode_ngram_wait_ms`,
-what the stack says it waited for rows, per token. With a delay added to every read: `delay_ratio`, the
-penalty of a prompt of 2048 tokens over its pages times the delay over the depth, and `watchdog_fired`, 1
-where the stack took that for a stall.
+what the stack says it waited for rows, per token, and `decode_ngram_wait_p95_ms`. With a delay added to every
+read: `delay_ratio`, the penalty of a prompt of 2048 tokens, or what the stack says it waited where that is
+more, over its pages times the delay over the depth; `delay_staging_ratio`, the same of the time that the
+stager was reading; and `watchdog_fired`, 1 where the stack took that for a stall.
 """
 
 import argparse

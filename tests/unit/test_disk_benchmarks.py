@@ -124,6 +124,11 @@ def test_claims_about_decoding_and_delays() -> None:
     # 32000 pages, 64 at a time, 10 ms each: 5 s.
     delayed = delay_claims(_cold_run(18.0, (12.0,), num_pages=32_000), 0.01, 64)
     assert delayed == {"delay_ratio": pytest.approx(1.2), "delay_penalty_s": 6.0, "watchdog_fired": 0.0}
+    said = row_reads({"ngram_wait_ms": 6500.0, "staged": {"ms": 5500.0}}, "m.gguf")
+    told = delay_claims(_cold_run(18.0, (12.0,), num_pages=32_000, stack=said), 0.01, 64)
+    assert told["delay_ngram_wait_s"] == 6.5
+    assert told["delay_ratio"] == pytest.approx(1.3)
+    assert told["delay_staging_ratio"] == pytest.approx(1.1)
     assert delay_claims(None, 0.01, 64) == {"watchdog_fired": 1.0}
 
 
