@@ -115,6 +115,46 @@ class MemoryGroup:
                     time.sleep(0.05)
 
 
+class SlowDisk:
+    """Within the `with` block this process, and what it starts, reads no more than so many times a second from
+    a disk. Of version 1 or 2, as above."""
+
+    def __init__(self, name: str, read_iops: int, device: str | None, root: Path = CGROUP_ROOT) -> None:
+        """`device` is `major:minor` of the disk. Raises CgroupError where that is None."""
+        if device is None:
+            raise CgroupError("the file lies on no disk whose reads could be limited")
+        self._limit = f"{device} {read_iops}", f"{device} riops={read_iops}"
+        self._root = root
+        is_unified = (root / "cgroup.controllers").exists()
+        self._parent = root if is_unified else root / "blkio"
+        self._is_unified = is_unified
+        self._home = self._parent / name
+
+    def __enter__(self) -> "SlowDisk":
+        try:
+            if self._is_unified:
+                (self._root / "cgroup.subtree_control").write_text("+io")
+            self._home.mkdir()
+            name = "io.max" if self._is_unified else "blkio.throttle.read_iops_device"
+            (self._home / name).write_text(self._limit[self._is_unified])
+            (self._home / "cgroup.procs").write_text(str(os.getpid()))
+        except OSError as error:
+            self._leave()
+            raise CgroupError(f"no control group for a slow disk can be made: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._home.is_dir():
+            return
+        with contextlib.suppress(OSError):
+            for pid in _members(self._home):
+                (self._parent / "cgroup.procs").write_text(str(pid))
+            self._home.rmdir()
+
+
 def cgroup_version(root: Path) -> int:
     """The version that controls memory here. Raises CgroupError where none does."""
     with contextlib.suppress(OSError):

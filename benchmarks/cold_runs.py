@@ -151,11 +151,10 @@ def _resolution(runs: Sequence[ColdRun]) -> float:
 
 def _limit_ratio(run: ColdRun, pages_per_s: float) -> float | None:
     """How much longer the stager read than the disk needs for so many pages at that rate; None where the
-    stack does not say. Pages that it had not read ahead, since a step was faster, are left out."""
-    if run.stack is None or not run.stack.staging_s:
+    stack does not say."""
+    if run.stack is None or not run.stack.reading_s:
         return None
-    share = run.stack.staged_share if run.stack.staged_share is not None else 1.0
-    return run.stack.staging_s * pages_per_s / (share * run.num_pages)
+    return run.stack.reading_s * pages_per_s / run.num_pages
 
 
 def _depth(run: ColdRun) -> float:
@@ -197,8 +196,8 @@ def delay_claims(run: ColdRun | None, delay_s: float, depth: int) -> dict[str, f
         waits.append(found["delay_ngram_wait_s"])
     # The first token may come late for other reasons, and by chance early: the worse of the two counts.
     found["delay_ratio"] = max(waits) / ideal_s
-    if run.stack is not None and run.stack.staging_s:
-        found["delay_staging_ratio"] = run.stack.staging_s / ideal_s
+    if run.stack is not None and run.stack.reading_s:
+        found["delay_reading_ratio"] = run.stack.reading_s / ideal_s
     return found
 
 

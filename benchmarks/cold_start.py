@@ -1,7 +1,7 @@
 """What a prompt costs whose n-gram rows are on the disk: Strata, llama.cpp and plain mapped reads.
 
     python -m benchmarks.cold_start [--profile iq2_xs] [--quick] [--json FILE]
-    python -m benchmarks.cold_start --model FILE.gguf
+    python -m benchmarks.cold_start --model FILE.gguf --read-iops 37000
 
 The slice has a table of 7.4 GiB and few experts (`benchmarks.slices`), and is written first where it is
 missing. The figure is the **cold penalty**: the time to the first token with no row of the table in memory,
@@ -12,6 +12,9 @@ take turns on one disk:
 - llama.cpp's library in its lazy mode, where rows of the table are read when they are needed;
 - plain mapped reads: the same rows touched one after the other in a file that is mapped as files are by
   default. There is no model in it, so its penalty is that of touching them cold, less touching them again.
+
+A virtual machine's disk may be its host's memory today and a disk tomorrow: `--read-iops` sets how many reads a
+second there are, for all of them alike.
 
 Before a cold run the pages of the table are made to leave memory, and looked at: a run that begins with more
 of its pages in memory than a few does not count. Prompts are random token ids, each used by nobody else.
@@ -44,6 +47,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.arguments import add_json_argument, positive, positives
+from benchmarks.block_device import device_number
+from benchmarks.cgroups import CgroupError, SlowDisk
 from benchmarks.cold_runs import (
     LLAMA,
     MAPPED,
@@ -127,7 +133,7 @@ QUICK = Plan(
     rounds=1,
     prompt_lengths=(512,),
     warm_up=32,
-    num_warm=1,
+    num_warm=2,
     num_new=0,
     has_delay=False,
     tokens_a_turn=0,
@@ -344,7 +350,7 @@ def run(path: Path, parsed: argparse.Namespace, plan: Plan, report: Report) -> i
                 report.note(
                     f"no ratio to {name} with {num_tokens} tokens: its penalty cannot be told from noise"
                 )
-    if not any(run.stack and run.stack.staging_s for run in results.runs[STRATA]):
+    if not any(run.stack and run.stack.reading_s for run in results.runs[STRATA]):
         report.note("no limit_ratio: this version of Strata does not say how long it read")
     if any(not decode.is_same_text for decode in results.decodes):
         report.note("the tokens decoded cold and warm were not the same: their gaps compare less well")
@@ -410,6 +416,12 @@ def main() -> int:
         metavar="SECONDS",
         help="how long a prompt waits for a quiet machine (default %(default)g)",
     )
+    parser.add_argument(
+        "--read-iops",
+        type=positive,
+        metavar="N",
+        help="reads a second that the disk does, for all; takes root",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
     parser.add_argument("--strata-flags", default="", metavar="FLAGS", help="more flags for `strata serve`")
     add_json_argument(parser)
@@ -428,6 +440,7 @@ def main() -> int:
             "profile": parsed.profile,
             "threads": parsed.threads,
             "context": _CONTEXT,
+            "read_iops": parsed.read_iops,
             "seed": parsed.seed,
             "strata_flags": parsed.strata_flags,
             "delay_flags": list(_DELAY_FLAGS),
@@ -435,9 +448,14 @@ def main() -> int:
         report = Report("cold_start", settings)
         say(f"{describe_machine()}; {path.name}, {parsed.threads} threads each")
         began = time.monotonic()
-        code = run(path, parsed, plan, report)
+        disk: AbstractContextManager[object] = nullcontext()
+        if parsed.read_iops is not None:
+            name = f"strata-benchmark-{os.getpid()}"
+            disk = SlowDisk(name, parsed.read_iops, device_number(path))
+        with disk:
+            code = run(path, parsed, plan, report)
         say(f"{time.monotonic() - began:.0f} s")
-    except (AnswerError, LlamaUnavailableError, StrataError, OSError) as error:
+    except (AnswerError, CgroupError, LlamaUnavailableError, StrataError, OSError) as error:
         print(f"cold_start: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

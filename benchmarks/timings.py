@@ -14,12 +14,10 @@ class RowReads:
     """How long its steps waited for rows."""
     wait_p95_s: float | None
     """Of its tokens' waits, what 19 of 20 were not longer than."""
-    staging_s: float | None
-    """How long the stager read ahead for it."""
+    reading_s: float | None
+    """How long the stager was reading for it, ahead or for its steps, which may be the same time."""
     depth: float | None
     """Reads in flight meanwhile."""
-    staged_share: float | None
-    """Of all its reads, those that were made ahead."""
     num_reads: int | None
     """Of the table's file, ahead or not."""
     num_bytes: int | None
@@ -31,13 +29,14 @@ def row_reads(timings: Mapping[str, Any] | None, file: str) -> RowReads:
     staged = found.get("staged") or {}
     entries = [entry for entry in found.get("disk") or () if entry.get("file") == file]
     says_reads = "disk_bytes_n" in found
+    reading_ms = [found["ngram_read_ms"]] if "ngram_read_ms" in found else []
+    reading_ms += [staged["ms"]] if "ms" in staged else []
     num_reads = sum(entry["reads_n"] for entry in entries)
     return RowReads(
         wait_s=_seconds(found.get("ngram_wait_ms")),
         wait_p95_s=_seconds(found.get("ngram_wait_p95_ms")),
-        staging_s=_seconds(staged.get("ms")),
+        reading_s=_seconds(max(reading_ms)) if reading_ms else None,
         depth=staged.get("depth"),
-        staged_share=staged["reads_n"] / num_reads if num_reads and "reads_n" in staged else None,
         num_reads=num_reads if says_reads else None,
         num_bytes=sum(entry["bytes_n"] for entry in entries) if says_reads else None,
     )

@@ -73,10 +73,14 @@ class StagedFeatures:
         )
 
     @property
+    def read_s(self) -> float:
+        """Seconds in which rows of the last step were being read."""
+        return int(self._ring.slot(self.ticket)["header"][NgramHeader.DISK_WAIT_NS]) * 1e-9
+
+    @property
     def disk_wait_s(self) -> float:
-        """Seconds that the last step has waited for rows while they were being read."""
-        disk_wait_ns = int(self._ring.slot(self.ticket)["header"][NgramHeader.DISK_WAIT_NS])
-        return min(self.waited_s - self._waited_before, disk_wait_ns * 1e-9)
+        """Those of them in which the step has waited."""
+        return min(self.waited_s - self._waited_before, self.read_s)
 
     def failure(self) -> GenerationError:
         """What `collect` would raise, where the wait for the ticket has ended without a result."""

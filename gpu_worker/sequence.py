@@ -31,6 +31,7 @@ class Clock:
     expert_wait_s: float = 0.0
     ngram_rows: int = 0
     ngram_hits: int = 0
+    ngram_read_s: float = 0.0
     num_routes: int = 0
     num_disk_routes: int = 0
     major_faults: int = 0
@@ -75,6 +76,7 @@ class Clock:
             expert_wait_s=self.expert_wait_s,
             ngram_rows=self.ngram_rows,
             ngram_hits=self.ngram_hits,
+            ngram_read_s=self.ngram_read_s,
             routes=RouteCounts(ram=self.num_routes - self.num_disk_routes, disk=self.num_disk_routes),
             disk=[
                 FileReads(

@@ -83,6 +83,7 @@ def _account_rows(sequence: Sequence, ngram: StagedFeatures, span: Span) -> None
     clock = sequence.clock
     clock.ngram_rows += (span.stop - span.start) * ngram.rows_per_token
     clock.ngram_hits += reads.num_hits
+    clock.ngram_read_s += ngram.read_s
     clock.add_reads(ngram.file, reads.num_reads, reads.num_bytes, ngram.disk_wait_s)
     if reads.error_number:
         raise DiskError(ngram.file, "rows of the n-gram table", reads.error_number)

@@ -174,6 +174,8 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rows of the n-gram table that its tokens needed."""
     ngram_hits: int = 0
     """Those of them that were in memory, be it because they were staged for this request."""
+    ngram_read_s: float = 0.0
+    """How long rows were being read that its steps had asked for, whether or not anyone waited for them."""
     routes: RouteCounts = RouteCounts()
     disk: list[FileReads] = []
     """Reads that steps waited for, one entry a file. What was staged before is in PromptStaged."""

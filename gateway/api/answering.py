@@ -219,6 +219,7 @@ def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> d
         "queue_ms": round(1e3 * times.queue_s, 3),
         "tokenize_ms": round(1e3 * tokenize_s, 3),
         "ngram_wait_ms": round(1e3 * times.ngram_wait_s, 3),
+        "ngram_read_ms": round(1e3 * times.ngram_read_s, 3),
         "ngram_wait_p95_ms": round(1e3 * outcome.ngram_wait_p95_s, 3),
         "expert_wait_ms": round(1e3 * times.expert_wait_s, 3),
         "ngram_n": times.ngram_rows,
