@@ -116,8 +116,8 @@ class MemoryGroup:
 
 
 class SlowDisk:
-    """Within the `with` block this process, and what it starts, reads no more than so many times a second from
-    a disk. Of version 1 or 2, as above."""
+    """Within the `with` block this process, and what it starts, reads no more than so many times a second
+    from a disk. Of version 1 or 2, as above."""
 
     def __init__(self, name: str, read_iops: int, device: str | None, root: Path = CGROUP_ROOT) -> None:
         """`device` is `major:minor` of the disk. Raises CgroupError where that is None."""

@@ -13,8 +13,8 @@ take turns on one disk:
 - plain mapped reads: the same rows touched one after the other in a file that is mapped as files are by
   default. There is no model in it, so its penalty is that of touching them cold, less touching them again.
 
-A virtual machine's disk may be its host's memory today and a disk tomorrow: `--read-iops` sets how many reads a
-second there are, for all of them alike.
+A virtual machine's disk may be its host's memory today and a disk tomorrow: `--read-iops` sets how many reads
+a second there are, for all of them alike.
 
 Before a cold run the pages of the table are made to leave memory, and looked at: a run that begins with more
 of its pages in memory than a few does not count. Prompts are random token ids, each used by nobody else.
