@@ -46,7 +46,7 @@ class RamResidency:
         """Reads all experts, and locks them; returns early where they are released meanwhile. Does nothing
         where they are held already.
 
-        Where they may not be locked: raises ResourceError if that `is_required`, else says so and goes on.
+        Where they may not be locked: raises ResourceError if that `is_required`, else notes it and goes on.
         Raises ModelFileError where they cannot be read.
         """
         with self._turn:
@@ -92,7 +92,8 @@ class RamResidency:
         refusal = lock_refusal(self._num_bytes, error)
         if is_required:
             raise ResourceError(f"--experts resident: {refusal}, or take --experts auto")
-        _log.warning("experts: %s; they are read, but may be given up again when memory is short", refusal)
+        # Not a warning: it is so for every user with usual limits, and does no harm while there is memory.
+        _log.info("experts: %s; they are read, but may be given up again when memory is short", refusal)
 
 
 def _range(model: GGUFModel, name: str) -> tuple[int, int]:

@@ -98,7 +98,7 @@ READ_BYTES, _SLOT_BYTES = READ.itemsize, _SLOT.itemsize
 # A wait for the kernel or the threads ends at least this often, to look at `interrupt`.
 _LONGEST_WAIT_S = 0.05
 # Of the reads in flight, those that are waited for at once: a call for each would cost more than the read.
-_SHARE_AWAITED = 8
+_SHARE_AWAITED = 2
 _MAX_NAP_NS = 1_000_000
 _EIO, _ENODATA, _ECANCELED, _EINTR, _EAGAIN = (
     -number for number in (errno.EIO, errno.ENODATA, errno.ECANCELED, errno.EINTR, errno.EAGAIN)

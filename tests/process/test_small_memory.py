@@ -1,11 +1,16 @@
 """A stack whose experts do not fit: the answers of one where they do, through losses of the processes that
 hold and fill the pool, and nothing left behind."""
 
+import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from shared.demo_model import DEMO_MODEL_PATH
+from shared.gguf.model import GGUFModel
+from shared.model_config import read_model_config
 from tests.support.stack import Stack, serving, stack_files, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -33,7 +38,7 @@ def expected() -> str:
     return text
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     with serving(*BUDGET) as stack:
         yield stack
@@ -60,6 +65,34 @@ def test_a_pool_gives_the_same_answers(stack: Stack, expected: str) -> None:
         assert answer(stack) == expected
         wait_for(lambda: len(pools(stack)) == 1, 5, "one pool")
     stack.assert_only_living_remain()
+
+
+def test_every_route_and_every_byte_is_accounted_for(stack: Stack) -> None:
+    """Routes by way are all routes, and bytes by file all that the kernel has read for the stager."""
+    with GGUFModel(DEMO_MODEL_PATH) as model:
+        config = read_model_config(model)
+    rng = random.Random(0)
+    for num_tokens, num_new in ((60, 4), (1, 8), (300, 1)):
+        before = read_bytes(stack.pid("stager"))
+        prompt = [rng.randrange(1000) for _ in range(num_tokens)]
+        answered = stack.post(
+            "/v1/completions", {"prompt": prompt, "max_tokens": num_new, "temperature": 0}
+        ).json
+        timings, usage = answered["timings"], answered["usage"]
+        # The last token is chosen, and not computed any more.
+        num_computed = num_tokens + usage["completion_tokens"] - 1
+        routes = timings["expert_routes"]
+        assert sum(way["n"] for way in routes.values()) == (
+            num_computed * config.num_layers * config.num_experts_used
+        )
+        assert sum(way["share"] for way in routes.values()) == pytest.approx(1, abs=1e-5)
+        assert routes["disk"]["n"] > 0
+        assert timings["disk_bytes_n"] == read_bytes(stack.pid("stager")) - before
+
+
+def read_bytes(pid: int) -> int:
+    """What the kernel has read from disks for a process."""
+    return int(Path(f"/proc/{pid}/io").read_text().split("\nread_bytes: ", 1)[1].split("\n", 1)[0])
 
 
 def test_resident_experts_that_do_not_fit() -> None:
