@@ -100,6 +100,7 @@ _LONGEST_WAIT_S = 0.05
 # Of the reads in flight, those that are waited for at once: a call for each would cost more than the read.
 _SHARE_AWAITED = 2
 _MAX_NAP_NS = 1_000_000
+_END_OF_TIME_NS = 1 << 62
 _EIO, _ENODATA, _ECANCELED, _EINTR, _EAGAIN = (
     -number for number in (errno.EIO, errno.ENODATA, errno.ECANCELED, errno.EINTR, errno.EAGAIN)
 )
@@ -199,9 +200,11 @@ def _arrive(queue_address: int, number: int, result: int, on_read: int, params: 
 
 @jitable
 def _release_held(queue_address: int, on_read: int, params: int) -> int:
-    """Ends the reads whose delay is over; how many have ended."""
+    """Ends the reads whose delay is over, or all of them when it is time to end; how many have ended."""
     queue = _queue_at(queue_address)
     now, num_ended = clock_ns(), 0
+    if load_shared(queue.interrupt) != 0:
+        now = _END_OF_TIME_NS
     for number in range(queue.depth):
         slot = _slot_at(queue.slots + number * _SLOT_BYTES)
         if slot.is_held != 0 and slot.due_ns <= now:

@@ -195,6 +195,20 @@ def test_progress_and_interruption(descriptor: int, backend: Backend) -> None:
     assert words[RingStatus.OUTSTANDING] == 0
 
 
+def test_an_injected_delay_does_not_hold_up_the_end(descriptor: int, backend: Backend) -> None:
+    """Reads that are held back are let go when it is time to end, however long they were to take."""
+    target = Target(descriptor, [(page, 1) for page in range(10)])
+    with ReadQueue(4, Faults(delay_s=1000), backend) as queue:
+        reading = threading.Thread(target=queue.run, args=(target.reads,))
+        reading.start()
+        while queue.counts.num_reads < 4:
+            assert reading.is_alive()
+        queue.interrupt()
+        reading.join(10)
+        assert not reading.is_alive()
+    assert sorted(set(target.reads["result"].tolist())) == [-errno.ECANCELED, 0]
+
+
 def test_threads_where_there_is_no_io_uring(
     descriptor: int, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
