@@ -86,7 +86,7 @@ def _account_rows(sequence: Sequence, ngram: StagedFeatures, span: Span) -> None
     clock.ngram_read_s += ngram.read_s
     clock.add_reads(ngram.file, reads.num_reads, reads.num_bytes, ngram.disk_wait_s)
     if reads.error_number:
-        raise DiskError(ngram.file, "rows of the n-gram table", reads.error_number)
+        raise DiskError.of(ngram.file, "rows of the n-gram table", reads.error_number)
 
 
 def _batch(model: Qwen4Exp, works: Items[Work], torch_device: torch.device) -> Batch:

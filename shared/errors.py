@@ -179,12 +179,13 @@ class DiskError(GenerationError):
 
     default_code = "disk_error"
 
-    def __init__(self, file: str, what: str, error_number: int) -> None:
+    @classmethod
+    def of(cls, file: str, what: str, error_number: int) -> "DiskError":
         """`file` is the file's name, `what` the part of it, `error_number` the errno."""
         reason, remedy = os.strerror(error_number), "check the disk (dmesg)"
         if error_number == errno.ENODATA:
             reason, remedy = "the file has become shorter", "download or copy it again, then restart Strata"
-        super().__init__(f"{what} could not be read from {file}: {reason}; {remedy}")
+        return cls(f"{what} could not be read from {file}: {reason}; {remedy}")
 
 
 class ProtocolError(StrataError):

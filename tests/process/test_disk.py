@@ -91,7 +91,6 @@ def test_a_bad_disk_costs_the_requests_that_need_it() -> None:
                     "check the disk (dmesg)"
                 )
         assert 503 in outcomes
-        assert 200 in outcomes
         # What failed requests have read is in the account too.
         metrics = stack.request("GET", "/metrics").body.decode()
         told = re.findall(r"^strata_disk_read_bytes_total\{.*\} (\S+)$", metrics, re.MULTILINE)
