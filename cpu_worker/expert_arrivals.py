@@ -133,11 +133,13 @@ def _run_wave(memory: int, layer_address: int, team: int, number: int) -> bool:
 
 @jitable
 def _book_wave(memory: int, layer_address: int, number: int) -> None:
+    """Books what has come for a wave: all of it, unless the wave has failed."""
     wave, layer = wave_at(plan_at(memory).waves + number * WAVE_STRIDE), layer_at(layer_address)
     tokens = wave.tokens
     for place in range(wave.num_groups):
         group = group_at(wave.groups + place * GROUP_STRIDE)
-        book(layer.blobs, group.expert, tokens, group.num_routes)
+        if state_of(layer.blobs, group.expert) == THERE:
+            book(layer.blobs, group.expert, tokens, group.num_routes)
         tokens += group.num_routes * 4
 
 
@@ -153,7 +155,8 @@ def run_as_they_come(memory: int, layer_address: int, team: int, num_waves: int)
         while ahead < num_waves and _ask_for_wave(memory, layer_address, ahead, number):
             ahead += 1
         send(pool)
-        if not _run_wave(memory, layer_address, team, number):
-            return False
+        is_computed = _run_wave(memory, layer_address, team, number)
         _book_wave(memory, layer_address, number)
+        if not is_computed:
+            return False
     return True

@@ -18,15 +18,13 @@ round.
 """
 
 import copy
-import errno
 import mmap
-import os
 import time
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import GenerationError, WorkerFailedError
+from shared.errors import DiskError, GenerationError, WorkerFailedError
 from shared.expert_blobs import BlobLayout, up_to_page
 from shared.native.memory import (
     clock_ns,
@@ -476,16 +474,5 @@ class ExpertPool:
         )
 
     def _read_failure(self, layer: int, expert: int, number: int) -> GenerationError:
-        parts = self._layout.layers[layer].parts
-        places = "; ".join(
-            f"{name} at byte {part.range_of(expert)[0]} of {part.file.path}"
-            for name, part in zip(PARTS, parts, strict=True)
-        )
-        return WorkerFailedError(
-            f"expert {expert} of layer {layer} cannot be read: {_reason(number)} ({places})"
-        )
-
-
-def _reason(number: int) -> str:
-    # What the stager says where a read gave fewer bytes than there should be.
-    return "the file ends before it" if number == errno.ENODATA else os.strerror(number)
+        files = dict.fromkeys(part.file.path.name for part in self._layout.layers[layer].parts)
+        return DiskError.of(", ".join(files), f"expert {expert} of layer {layer}", number)

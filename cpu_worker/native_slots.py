@@ -43,7 +43,7 @@ SERVICE = fields(
     "major_faults",  # of the process, when the slot before was done
 )
 _service_at = reader(SERVICE)
-_LAYER, _NUM_TOKENS, _COMPUTE_NS, _DISK_WAIT_NS, _NUM_READ, _MAJOR_FAULTS = (
+_LAYER, _NUM_TOKENS, _COMPUTE_NS, _DISK_WAIT_NS, _NUM_READ, _MAJOR_FAULTS, _HAS_FAILED = (
     8 * int(place) for place in ExpertHeader
 )
 
@@ -58,6 +58,8 @@ def _compute_slot(params: int, slot: int, is_done: int, scratch: int) -> None:
     layer_address = load(service.layers + 8 * layer)
     if layer_at(layer_address).hidden != service.hidden:
         return
+    for word in (_NUM_READ, _DISK_WAIT_NS, _MAJOR_FAULTS, _HAS_FAILED):
+        store(header + word, 0)
     if service.pool != 0:
         pool = pool_at(service.pool)
         pool.disk_routes = slot + service.disk_routes
@@ -74,10 +76,13 @@ def _compute_slot(params: int, slot: int, is_done: int, scratch: int) -> None:
         carray(floats_at(slot + service.expert_weights), routes),
         carray(floats_at(slot + service.outputs), wide),
     )
-    if result < 0 or result >= NOT_THERE:
+    if result < 0 or result > NOT_THERE:
         return
     store(header + _NUM_READ, pool_at(service.pool).num_read if service.pool != 0 else 0)
     store(header + _DISK_WAIT_NS, pool_at(service.pool).wait_ns if service.pool != 0 else 0)
+    if result == NOT_THERE:
+        store(header + _HAS_FAILED, 1)
+        return
     faults = major_faults()
     store(header + _MAJOR_FAULTS, faults - service.major_faults)
     service.major_faults = faults

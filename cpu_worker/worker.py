@@ -42,6 +42,12 @@ class ExpertService:
     def __call__(self, slot: Arrays) -> None:
         started = time.perf_counter_ns()
         header = slot["header"]
+        if header[ExpertHeader.HAS_FAILED] and self._pool is not None:
+            # Not computed again: what was read would be counted twice, and a slow disk waited for twice.
+            header[ExpertHeader.HAS_FAILED] = 0
+            raise self._pool.failure(int(header[ExpertHeader.LAYER]))
+        for place in (ExpertHeader.NUM_READ, ExpertHeader.DISK_WAIT_NS, ExpertHeader.MAJOR_FAULTS):
+            header[place] = 0
         num_tokens = int(header[ExpertHeader.NUM_TOKENS])
         faults = _major_faults()
         if self._pool is not None:
@@ -118,7 +124,7 @@ class CpuWorker:
             experts_of(model_config, layout),
             memory,
             needs_of(context.model, model_config, held, row_bytes),
-            free_shared_memory() - _RING_STEPS * shared_memory_needed(model_config, _RING_TOKENS),
+            max(0, free_shared_memory() - _RING_STEPS * shared_memory_needed(model_config, _RING_TOKENS)),
         )
         keeping = StagerListener(context.identity.incarnation, residency, layout, model_config.num_experts)
         context.report("reserving memory for experts", 1.0)

@@ -29,7 +29,7 @@ from gpu_worker.ngram_way import StagedFeatures
 from gpu_worker.sampler import Sampler
 from gpu_worker.scheduler import Scheduler, Work
 from gpu_worker.sequence import Clock, Sequence
-from gpu_worker.step import Ways, compute
+from gpu_worker.step import Ways, account_failed, compute
 from shared.errors import GenerationError, ModelOutputError, StepStalledError, WorkerFailedError
 from shared.messages import (
     AbortRequest,
@@ -245,6 +245,7 @@ class Engine:
             if isinstance(error, StepStalledError):
                 for role, ring in self._rings.items():
                     _log.error("meanwhile the %s %s", role, ring.describe())
+            account_failed(works, ways)
             self._fail(works, error)
             return
         except torch.AcceleratorError:
@@ -271,7 +272,7 @@ class Engine:
             clock.major_faults += faults
             clock.add_experts(ways.experts.counts, start, at, config.num_layers * config.num_experts_used)
         if num_prefilled:
-            self._scheduler.chunk.note(num_prefilled, ngram_wait_s + ways.experts.counts.wait_s)
+            self._scheduler.chunk.note(num_prefilled, ngram_wait_s)
         for sequence, failure in result.failures:
             _log.error("%s failed: %s", sequence.request_id, failure)
             self._end_with_failure(sequence, failure)

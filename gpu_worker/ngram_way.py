@@ -14,6 +14,9 @@ from shared.ring import RingClient
 from shared.run_directory import Role
 from shared.work_slots import NgramHeader
 
+_NONE = -1
+"""No ticket."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowReads:
@@ -44,7 +47,7 @@ class StagedFeatures:
         """The ring's address, where the features of its slots begin, and the longest wait in ns."""
         self._device = torch_device
         self._timeout_s = timeout_s
-        self.ticket = 0
+        self.ticket = _NONE
         self._num_tokens = 0
         # Seconds spent waiting since the start; the caller takes differences.
         self.waited_s = 0.0
@@ -52,12 +55,18 @@ class StagedFeatures:
 
     def submit(self, windows: NDArray[np.int32]) -> None:
         """Asks for the features of windows [tokens, ngram_size], as `shared.work_slots` describes them."""
+        self.ticket = _NONE
         slot = self._ring.next_slot(self._timeout_s, Role.STAGER)
         self._num_tokens = len(windows)
         slot["header"][NgramHeader.NUM_TOKENS] = self._num_tokens
         slot["windows"][: len(windows)] = windows
         self._waited_before = self.waited_s
         self.ticket = self._ring.submit()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the last step's features are there."""
+        return self.ticket != _NONE and self._ring.is_done(self.ticket)
 
     def reads(self, start: int, stop: int) -> "RowReads":
         """How the rows of some tokens of the last step came, once they are there. Valid until `submit`."""

@@ -49,10 +49,14 @@ class Clock:
     def add_experts(self, counts: ExpertCounts, start: int, stop: int, routes_per_token: int) -> None:
         """Adds what a step says of its tokens `start` to `stop`, which are this request's."""
         self.num_routes += (stop - start) * routes_per_token
+        self.num_disk_routes += int(counts.disk_routes[start:stop].sum()) if counts.num_read else 0
+        self.add_expert_reads(counts, start, stop)
+
+    def add_expert_reads(self, counts: ExpertCounts, start: int, stop: int) -> None:
+        """The reads of it alone: all that is known of a step that has failed."""
         self.major_faults += counts.major_faults
         if not counts.num_read:
             return
-        self.num_disk_routes += int(counts.disk_routes[start:stop].sum())
         bytes_of_files = counts.read_bytes.sum(axis=1)
         for place, name in enumerate(counts.files.names):
             if share := bytes_of_files[place] / max(1, bytes_of_files.sum()):

@@ -1,5 +1,6 @@
 """Computes one step: gathers its tokens, asks for their n-gram rows, runs the model."""
 
+import contextlib
 import os
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
         request = work.sequence.request
         try:
             if ways.ngram is not None:
-                _account_rows(work.sequence, ways.ngram, span)
+                _account_rows(work.sequence, ways.ngram, span.start, span.stop)
             if request.logits_path:
                 _append_logits(model, streams[span.start : span.stop], request.logits_path)
         except OSError as error:
@@ -76,12 +77,26 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
     return StepResult(list(zip(choosing, logits, strict=True)), failures)
 
 
-def _account_rows(sequence: Sequence, ngram: StagedFeatures, span: Span) -> None:
-    """Books a step's n-gram rows on a request that it computed. Raises DiskError where some were not read:
-    what was computed without them is worth nothing, but others of the step do not need them."""
-    reads = ngram.reads(span.start, span.stop)
+def account_failed(works: Items[Work], ways: Ways) -> None:
+    """Books what was read for a step that has failed on its requests, as far as it is known."""
+    at = 0
+    for work in works:
+        start, at = at, at + work.num_tokens
+        work.sequence.clock.add_expert_reads(ways.experts.counts, start, at)
+        if ways.ngram is not None and ways.ngram.has_come:
+            with contextlib.suppress(DiskError):
+                _account_rows(work.sequence, ways.ngram, start, at)
+
+
+def _account_rows(sequence: Sequence, ngram: StagedFeatures, start: int, stop: int) -> None:
+    """Books n-gram rows of the step's tokens `start` to `stop` on the request whose they are.
+
+    Raises DiskError where some were not read: what was computed without them is worth nothing, but others of
+    the step do not need them.
+    """
+    reads = ngram.reads(start, stop)
     clock = sequence.clock
-    clock.ngram_rows += (span.stop - span.start) * ngram.rows_per_token
+    clock.ngram_rows += (stop - start) * ngram.rows_per_token
     clock.ngram_hits += reads.num_hits
     clock.ngram_read_s += ngram.read_s
     clock.add_reads(ngram.file, reads.num_reads, reads.num_bytes, ngram.disk_wait_s)

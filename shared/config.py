@@ -222,6 +222,7 @@ class MemoryConfig(CommonConfig):
         group=_MEMORY,
         unit="GiB",
         minimum=0,
+        maximum=1 << 20,
     )
     ple_io: str = setting(
         "auto",

@@ -61,6 +61,8 @@ _SERVER_SLEEPS, _CLIENT_SLEEPS = "server_sleeps", "client_sleeps"
 _ERROR = "error"
 _COMMON = "common"
 _ERROR_BYTES = 512
+# In the error of a slot: its code comes before this, where it has one.
+_CODE_ENDS = "\x1f"
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -223,8 +225,9 @@ class RingClient(_RingSide):
         return copy.copy(self._failure) or self._stalled(timeout_s, peer)
 
     def _slot_failure(self, ticket: int) -> "SlotError":
-        text = bytes(self._slots[ticket % self._num_slots][_ERROR])
-        return SlotError(text.split(b"\0", 1)[0].decode("utf-8", "replace"))
+        encoded = bytes(self._slots[ticket % self._num_slots][_ERROR])
+        code, _, text = encoded.split(b"\0", 1)[0].decode("utf-8", "replace").rpartition(_CODE_ENDS)
+        return SlotError(text, code=code or None)
 
     def _wait_for(self, ticket: int, timeout_s: float, peer: str) -> None:
         if self._spin(lambda: self._completed.value > ticket):
@@ -249,6 +252,10 @@ class RingClient(_RingSide):
             f"the {peer} has not answered for {timeout_s:g} s{waits_for}; "
             "raise --watchdog-s if the machine is that slow"
         )
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether a submission has been served, well or not."""
+        return self._completed.value > ticket
 
     def describe(self) -> str:
         """What the server is at, as words for the log."""
@@ -305,6 +312,9 @@ class RingServer(_RingSide):
             failure = b""
             try:
                 work(slot)
+            except GenerationError as error:
+                # Worded for whoever asked.
+                failure = f"{error.code}{_CODE_ENDS}{error}".encode(errors="replace")[: _ERROR_BYTES - 1]
             except Exception as error:
                 _log.exception("the work of one slot failed")
                 # "replace", because file names in errors need not be valid text.

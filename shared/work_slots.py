@@ -33,6 +33,8 @@ class ExpertHeader(IntEnum):
     """Blobs that had to be read; where it is 0, the counts of reads are not written."""
     MAJOR_FAULTS = 5
     """Of the cpu_worker since the slot before: pages of mapped files that were waited for."""
+    HAS_FAILED = 6
+    """1 where machine code could not have the experts, and leaves the reason to be worded."""
 
 
 class NgramHeader(IntEnum):

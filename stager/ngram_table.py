@@ -16,14 +16,22 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import ModelFileError, ResourceError
+from shared.errors import ModelFileError, ResourceError, UnsupportedModelError
 from shared.gguf.model import GGUFModel
 from shared.memory_budget import SMALL_TABLE_BYTES, read_memory, row_cache_bytes
 from shared.native.records import Record
 from shared.quants import block_format, gather_task, gathered_record
 from shared.tensor_catalog import NGRAM_TABLE
 from stager.probe import ProbedRates, probe_file
-from stager.read_queue import NO_FAULTS, PAGE_BYTES, Faults, ReadQueue, open_for_reading, reads_of
+from stager.read_queue import (
+    BUFFER_BYTES,
+    NO_FAULTS,
+    PAGE_BYTES,
+    Faults,
+    ReadQueue,
+    open_for_reading,
+    reads_of,
+)
 from stager.row_cache import RowCache
 
 _log = logging.getLogger(__name__)
@@ -71,6 +79,11 @@ class NgramTable:
         num_rows, self.row_width = self.info.shape
         self.row_bytes = self.info.num_bytes // num_rows
         self.file_offset = self.info.offset
+        if self.row_bytes > BUFFER_BYTES - 2 * PAGE_BYTES:
+            raise UnsupportedModelError(
+                f"{self.path}: rows of the n-gram table have {self.row_bytes} bytes, this version reads rows "
+                f"of at most {BUFFER_BYTES - 2 * PAGE_BYTES}"
+            )
         self.depth = options.depth
         self.faults = options.faults
         self.rates: dict[Way, ProbedRates] = {}

@@ -31,7 +31,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import ModelFileError
+from shared.errors import ModelFileError, ResourceError
 from shared.native.memory import call_task, clock_ns, integers_at, load_shared, nap, store_shared
 from shared.native.records import Record, fields, reader, record
 from shared.native.ring import OUTSTANDING, PROGRESS
@@ -101,6 +101,8 @@ _LONGEST_WAIT_S = 0.05
 _SHARE_AWAITED = 2
 _MAX_NAP_NS = 1_000_000
 _END_OF_TIME_NS = 1 << 62
+MOST_THREADS = 256
+"""More would only wait for each other."""
 _EIO, _ENODATA, _ECANCELED, _EINTR, _EAGAIN = (
     -number for number in (errno.EIO, errno.ENODATA, errno.ECANCELED, errno.EINTR, errno.EAGAIN)
 )
@@ -350,15 +352,10 @@ class ReadQueue:
     """A queue for one thread."""
 
     def __init__(self, depth: int, faults: Faults = NO_FAULTS, backend: Backend | None = None) -> None:
-        """For `depth` reads at a time; by io_uring where that is allowed, unless `backend` says otherwise.
-        Raises OSError where what it says is not to be had."""
-        self._backend: IoUring | ReadThreads
-        kind = backend
-        if kind is None:
-            kind = Backend.IO_URING if has_io_uring() else Backend.THREADS
-        make = IoUring if kind is Backend.IO_URING else ReadThreads
-        self._backend = make(depth, _LONGEST_WAIT_S)
-        self.backend = kind
+        """For `depth` reads at a time; by io_uring where that is allowed, else by threads, MOST_THREADS at
+        most, unless `backend` says which. Raises ResourceError where neither is to be had."""
+        self._backend, self.backend = _open_backend(depth, backend)
+        depth = min(depth, MOST_THREADS) if self.backend is Backend.THREADS else depth
         self.depth = depth
         # Page-aligned, as direct I/O wants it.
         self._buffers = mmap.mmap(-1, depth * BUFFER_BYTES)
@@ -369,7 +366,7 @@ class ReadQueue:
         self._own_words = np.zeros(8, np.int64)
         self._record = record(
             QUEUE,
-            kind=int(kind),
+            kind=int(self.backend),
             backend=self._backend.address,
             depth=depth,
             slots=self._slots,
@@ -439,13 +436,23 @@ class ReadCounts:
     depth_s: float
 
 
-def has_io_uring() -> bool:
-    """Whether the kernel lets this process have one."""
+def _open_backend(depth: int, wanted: Backend | None) -> tuple[IoUring | ReadThreads, Backend]:
+    refusal = ""
+    if wanted is not Backend.THREADS:
+        try:
+            return IoUring(depth, _LONGEST_WAIT_S), Backend.IO_URING
+        except OSError as error:
+            # No such thing, a profile that forbids it, or a limit of locked memory, which older kernels count
+            # it by.
+            refusal = f"io_uring: {error.strerror or error}; "
+            if wanted is Backend.IO_URING:
+                raise ResourceError(f"{refusal}lower --io-depth, now {depth}") from None
     try:
-        IoUring(1, _LONGEST_WAIT_S).close()
-    except OSError:
-        return False
-    return True
+        return ReadThreads(min(depth, MOST_THREADS), _LONGEST_WAIT_S), Backend.THREADS
+    except RuntimeError as error:
+        raise ResourceError(
+            f"{refusal}{error}, of {depth} that read files; lower --io-depth, or raise the limit of threads"
+        ) from None
 
 
 def open_for_reading(path: Path, *, direct: bool) -> int:

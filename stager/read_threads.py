@@ -63,6 +63,7 @@ class ReadThreads:
     """Some threads and their desks."""
 
     def __init__(self, num_threads: int, longest_wait_s: float) -> None:
+        """Raises RuntimeError where there can be no more threads."""
         self._desks = np.zeros(num_threads, DESK)
         self._record = record(
             THREADS, desks=self._desks, num_desks=num_threads, longest_wait_ns=round(longest_wait_s * 1e9)
@@ -74,8 +75,15 @@ class ReadThreads:
             threading.Thread(target=work, args=(self.address, number), name=f"read-{number}", daemon=True)
             for number in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        num_started = 0
+        try:
+            for thread in self._threads:
+                thread.start()
+                num_started += 1
+        except RuntimeError:
+            del self._threads[num_started:]
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends the threads. No read may be in flight."""

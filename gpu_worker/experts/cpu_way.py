@@ -93,9 +93,13 @@ class CpuExperts:
         Raises WorkerFailedError, StepStalledError or SlotError.
         """
         started = time.perf_counter()
-        slot = self._ring.wait(ticket, self._timeout_s, Role.CPU_WORKER)
-        self.waited_s += time.perf_counter() - started
-        self.counts.add(slot)
+        try:
+            slot = self._ring.wait(ticket, self._timeout_s, Role.CPU_WORKER)
+        finally:
+            self.waited_s += time.perf_counter() - started
+            if self._ring.is_done(ticket):
+                # What was read for it is counted too where it has failed.
+                self.counts.add(self._ring.slot(ticket))
         outputs = self._views_of(slot, self._num_tokens).outputs
         return outputs if self._is_on_cpu else outputs.to(self._device)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpu_worker.experts.cpu_way import SLOT_ARRAYS, CpuExperts
 from gpu_worker.native.workspace import Floats
 from gpu_worker.ngram_way import StagedFeatures
-from shared.native.memory import clock_ns, floats_at, ids_at, integers_at, load, store
+from shared.native.memory import clock_ns, floats_at, ids_at, integers_at, load, load_shared, store
 from shared.native.program import Program
 from shared.native.records import fields, reader, record
 from shared.native.ring import (
@@ -165,6 +165,8 @@ def _collect(step_address: int, layer: int) -> bool:
     step.waited_ns += clock_ns() - started
     if is_served:
         step.outputs = slot_of(step.ring, step.ticket) + step.slot_outputs
+    if load_shared(load(step.ring + COMPLETED)) > step.ticket:
+        # What was read for it is counted too where it has failed.
         _count(step_address, layer)
     return is_served
 

@@ -30,6 +30,13 @@ def test_it_does_not_vanish() -> None:
     assert after(ChunkSize(4), 60.0) == 4
 
 
+def test_a_short_rest_of_a_prompt_says_nothing() -> None:
+    """One read that takes long would otherwise be taken for that of every token."""
+    chunk = ChunkSize(512)
+    chunk.note(1, 0.5)
+    assert chunk.tokens == 512
+
+
 def test_it_recovers() -> None:
     """A disk that was busy with something else for a while does not make prompts slow for ever."""
     chunk = ChunkSize(512)

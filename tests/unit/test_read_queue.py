@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shared.errors import ModelFileError
+from shared.errors import ModelFileError, ResourceError
 from shared.native.records import Record
 from shared.native.ring import RingStatus
 from stager import read_queue
+from stager.io_uring import IoUring
 from stager.read_queue import (
     BUFFER_BYTES,
+    MOST_THREADS,
     PAGE_BYTES,
     Backend,
     Faults,
     ReadQueue,
-    has_io_uring,
     open_for_reading,
     reads_of,
 )
@@ -55,8 +56,10 @@ def descriptor(request: pytest.FixtureRequest, path: Path) -> Iterator[int]:
 
 @pytest.fixture(params=list(Backend))
 def backend(request: pytest.FixtureRequest) -> Backend:
-    if request.param is Backend.IO_URING and not has_io_uring():
-        pytest.skip("this process may not use io_uring")
+    try:
+        ReadQueue(64, backend=request.param).close()
+    except ResourceError as error:
+        pytest.skip(f"not to be had here: {error}")
     return Backend(request.param)
 
 
@@ -212,8 +215,13 @@ def test_an_injected_delay_does_not_hold_up_the_end(descriptor: int, backend: Ba
 def test_threads_where_there_is_no_io_uring(
     descriptor: int, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    """As in a container whose profile forbids it. The threads end with the queue."""
-    monkeypatch.setattr(read_queue, "has_io_uring", lambda: False)
+    """As in a container whose profile forbids it, or with a small limit of locked memory. The threads end
+    with the queue."""
+
+    def refuse(depth: int, longest_wait_s: float) -> IoUring:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(read_queue, "IoUring", refuse)
     target = Target(descriptor, [(7, 3)])
     before = threading.active_count()
     with ReadQueue(5) as queue:
@@ -221,6 +229,8 @@ def test_threads_where_there_is_no_io_uring(
         assert threading.active_count() == before + 5
         queue.run(target.reads)
     assert threading.active_count() == before
+    with ReadQueue(5000) as queue:
+        assert queue.depth == MOST_THREADS == threading.active_count() - before
     assert target.bytes_of(0) == pages_of(content, 7, 3)
 
 
