@@ -9,6 +9,7 @@ seconds: that is done in a thread, and a stager that comes meanwhile is asked to
 import asyncio
 import itertools
 import logging
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,8 @@ class StagerListener:
         self._offered: RingClient | None = None
         self._serving: RingClient | None = None
         self._renewal: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     @property
     def capabilities(self) -> dict[str, int | float | str]:
@@ -107,6 +110,8 @@ class StagerListener:
 
     def close(self) -> None:
         """Removes what is in shared memory. Nobody computes any more."""
+        with self._lock:
+            self._is_closed = True
         if self._renewal is not None:
             self._renewal.cancel()
         self._let_go()

@@ -104,18 +104,17 @@ class _Attachments:
     ) -> None:
         """`beat` sends a sign of life to the gateway."""
         self._context = context
-        self._missing = list(servers)
+        self._missing = set(servers)
         self._beat = beat
 
     def attached(self, server: Role) -> None:
         """The process serves what that one has sent."""
-        self._missing.remove(server)
+        self._missing.discard(server)
         self.tell()
 
     def lost(self, server: Role) -> None:
         """It serves it no longer, or never did."""
-        if server not in self._missing:
-            self._missing.append(server)
+        self._missing.add(server)
         self.tell()
 
     def tell(self) -> None:
@@ -144,6 +143,7 @@ class RingListener:
         self._attachments = attachments
         self._server: RingServer | None = None
         self._thread: threading.Thread | None = None
+        self._detaching: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         # Set while attached, and while not: tasks wait for both.
         self.is_attached = asyncio.Event()
@@ -157,6 +157,8 @@ class RingListener:
         return self._server is not None and self._server.is_in_use
 
     async def attach(self, init: Init) -> dict[str, int | float | str]:
+        if self._detaching is not None:
+            await self._detaching
         work = self._work
         if work is not None and work.prepare is not None:
             await load_in_thread(partial(work.prepare, init))
@@ -174,6 +176,12 @@ class RingListener:
         return {}
 
     async def detach(self, reason: str) -> None:
+        # The link may be cancelled meanwhile; what has been begun here is finished all the same, before the
+        # next one attaches.
+        self._detaching = asyncio.ensure_future(self._detach())
+        await asyncio.shield(self._detaching)
+
+    async def _detach(self) -> None:
         self.is_attached.clear()
         self.is_detached.set()
         if self._server is not None and self._thread is not None:

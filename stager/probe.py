@@ -75,7 +75,7 @@ def _rate(descriptor: int, offsets: NDArray[np.int64], depth: int, faults: Fault
     with ReadQueue(depth, faults) as queue:
         queue.run(reads[:0])
         while num_done < len(reads) and elapsed < _LONGEST_S:
-            some = reads[num_done : num_done + max(depth, len(reads) // 8)]
+            some = reads[num_done : num_done + depth]
             started = time.perf_counter()
             queue.run(some)
             elapsed += time.perf_counter() - started
