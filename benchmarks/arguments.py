@@ -30,6 +30,27 @@ def new_file(text: str) -> Path:
     return path
 
 
+def add_match_arguments(
+    parser: argparse.ArgumentParser, *, rounds: int, patience_s: float, who_waits: str
+) -> None:
+    """What a match between contenders is told: `rounds` is the default of a full one, `who_waits` what waits
+    for a quiet machine, and `patience_s` how long."""
+    parser.add_argument(
+        "--threads", type=positive, default=2, help="and CPUs, for each (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=positive, help=f"default {rounds}; a quick run has one")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=patience_s,
+        metavar="SECONDS",
+        help=f"how long {who_waits} (default %(default)g)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
+    parser.add_argument("--strata-flags", default="", metavar="FLAGS", help="more flags for `strata serve`")
+    add_json_argument(parser)
+
+
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """`--json FILE`, where a report goes."""
     parser.add_argument("--json", type=new_file, metavar="FILE", help="file that gets all results")

@@ -54,7 +54,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.arguments import add_json_argument, positive, positives
+from benchmarks.arguments import add_match_arguments, positive, positives
 from benchmarks.block_device import device_number
 from benchmarks.cgroups import CgroupError, SlowDisk
 from benchmarks.cold_runs import (
@@ -402,29 +402,18 @@ def main() -> int:
     )
     add_model_arguments(parser, EXPERTS, NGRAM_BASE)
     parser.set_defaults(profile="iq2_xs")
-    parser.add_argument(
-        "--threads", type=positive, default=2, help="and CPUs, for each (default %(default)s)"
-    )
-    parser.add_argument("--rounds", type=positive, help=f"default {FULL.rounds}; a quick run has one")
     lengths = ",".join(map(str, FULL.prompt_lengths))
     parser.add_argument("--prompts", type=_lengths, metavar="N,N", help=f"their tokens (default {lengths})")
     parser.add_argument("--quick", action="store_true", help="about a minute: 512 tokens once, wider error")
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=20.0,
-        metavar="SECONDS",
-        help="how long a prompt waits for a quiet machine (default %(default)g)",
-    )
     parser.add_argument(
         "--read-iops",
         type=positive,
         metavar="N",
         help="reads a second that the disk does, for all; takes root",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
-    parser.add_argument("--strata-flags", default="", metavar="FLAGS", help="more flags for `strata serve`")
-    add_json_argument(parser)
+    add_match_arguments(
+        parser, rounds=FULL.rounds, patience_s=20.0, who_waits="a prompt waits for a quiet machine"
+    )
     parsed = parser.parse_args()
     check_model_arguments(parser, parsed)
     plan = QUICK if parsed.quick else FULL

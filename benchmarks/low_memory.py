@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.arguments import add_json_argument, positive
+from benchmarks.arguments import add_match_arguments, positive
 from benchmarks.block_device import device_number
 from benchmarks.cgroups import CGROUP_ROOT, CgroupError, MemoryGroup, cgroup_version
 from benchmarks.contenders import LlamaInProcess, Strata
@@ -266,22 +266,11 @@ def main() -> int:
         "--share", type=_share, default=0.5, help="of the model's bytes (default %(default)s)"
     )
     parser.add_argument("--read-iops", type=positive, metavar="N", help="reads a second that the disk does")
-    parser.add_argument(
-        "--threads", type=positive, default=2, help="and CPUs, for each (default %(default)s)"
-    )
-    parser.add_argument("--rounds", type=positive, help=f"default {FULL.rounds}; a quick run has one")
     parser.add_argument("--new-tokens", type=positive, metavar="N", help=f"decoded (default {FULL.num_new})")
     parser.add_argument("--quick", action="store_true", help="one run each and fewer tokens, wider error")
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=20.0,
-        metavar="SECONDS",
-        help="how long a run waits for a quiet machine (default %(default)g)",
+    add_match_arguments(
+        parser, rounds=FULL.rounds, patience_s=20.0, who_waits="a run waits for a quiet machine"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
-    parser.add_argument("--strata-flags", default="", metavar="FLAGS", help="more flags for `strata serve`")
-    add_json_argument(parser)
     parsed = parser.parse_args()
     check_model_arguments(parser, parsed)
     plan = QUICK if parsed.quick else FULL

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.arguments import add_json_argument, positive
+from benchmarks.arguments import add_match_arguments, positive
 from benchmarks.contenders import Contender, LlamaInProcess, LlamaServer, Strata
 from benchmarks.ggml import LlamaUnavailableError, library_path
 from benchmarks.page_cache import warm_page_cache
@@ -461,27 +461,19 @@ def main() -> int:
     )
     add_model_arguments(parser)
     parser.add_argument(
-        "--threads", type=positive, default=2, help="and CPUs, for each (default %(default)s)"
-    )
-    parser.add_argument("--rounds", type=positive, help=f"default {FULL.rounds}; a quick run has one")
-    parser.add_argument(
         "--new-tokens",
         type=positive,
         metavar="N",
         help=f"decoded for one measurement (default {FULL.num_new})",
     )
     parser.add_argument("--quick", action="store_true", help="under a minute on a quiet machine, wider error")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
-    parser.add_argument("--strata-flags", default="", metavar="FLAGS", help="more flags for `strata serve`")
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="how long a request waits for a quiet machine, beyond any minute (default %(default)g)",
-    )
     parser.add_argument("--skip-quality", action="store_true", help="measure speed alone")
-    add_json_argument(parser)
+    add_match_arguments(
+        parser,
+        rounds=FULL.rounds,
+        patience_s=120.0,
+        who_waits="a request waits for a quiet machine, beyond any minute",
+    )
     parsed = parser.parse_args()
     check_model_arguments(parser, parsed)
     plan = QUICK if parsed.quick else FULL
