@@ -6,7 +6,6 @@ bit. The blobs of later waves are asked for as early as there are places for the
 """
 
 from cpu_worker.expert_pool import (
-    THERE,
     ask,
     await_arrival,
     begin_step,
@@ -32,6 +31,7 @@ from shared.native.matrices import UNITS_A_THREAD, row_cost_ns, unit_cost_ns
 from shared.native.memory import integers_at, load_shared
 from shared.native.team import num_threads
 from shared.quants.jit import jitable
+from shared.work_slots import THERE
 
 
 @jitable

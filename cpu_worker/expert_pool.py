@@ -102,8 +102,6 @@ _IS_CLOSED, _IS_IN_USE = 0, 8
 
 NO_STAGER, LOST, STOPPED, READ_FAILED = range(1, 5)
 """Why experts could not be had."""
-THERE = 1
-"""The state of a place whose blob is there."""
 ASKED, BOOKED = 1, 2
 
 LAYER_BLOBS = fields(

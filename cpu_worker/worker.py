@@ -2,7 +2,6 @@
 
 import logging
 import os
-import resource
 import time
 
 from cpu_worker.expert_layer import ExpertLayer, formats_of
@@ -17,7 +16,7 @@ from shared.expert_blobs import BlobLayout, ExpertMode
 from shared.memory_budget import held_by_stack, needs_of, read_memory, row_cache_bytes
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.native.team import Team
-from shared.process import SUPERVISED_VARIABLE, ProcessContext
+from shared.process import SUPERVISED_VARIABLE, ProcessContext, major_faults
 from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
@@ -49,7 +48,7 @@ class ExpertService:
         for place in (ExpertHeader.NUM_READ, ExpertHeader.DISK_WAIT_NS, ExpertHeader.MAJOR_FAULTS):
             header[place] = 0
         num_tokens = int(header[ExpertHeader.NUM_TOKENS])
-        faults = _major_faults()
+        faults = major_faults()
         if self._pool is not None:
             self._pool.book_into(slot)
         self._layers[int(header[ExpertHeader.LAYER])].compute(
@@ -61,12 +60,8 @@ class ExpertService:
         )
         header[ExpertHeader.NUM_READ] = self._pool.num_read if self._pool is not None else 0
         header[ExpertHeader.DISK_WAIT_NS] = self._pool.wait_ns if self._pool is not None else 0
-        header[ExpertHeader.MAJOR_FAULTS] = _major_faults() - faults
+        header[ExpertHeader.MAJOR_FAULTS] = major_faults() - faults
         header[ExpertHeader.COMPUTE_NS] = time.perf_counter_ns() - started
-
-
-def _major_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 class CpuWorker:

@@ -11,7 +11,6 @@ with it the process, which is then started anew.
 import logging
 import os
 import queue
-import resource
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from gpu_worker.ngram_way import StagedFeatures
 from gpu_worker.sampler import Sampler
 from gpu_worker.scheduler import Scheduler, Work
 from gpu_worker.sequence import Clock, Sequence
-from gpu_worker.step import Ways, account_failed, compute
+from gpu_worker.step import Ways, account_failed, compute, places
 from shared.errors import GenerationError, ModelOutputError, StepStalledError, WorkerFailedError
 from shared.messages import (
     AbortRequest,
@@ -41,6 +40,7 @@ from shared.messages import (
     RequestTimings,
     TokenChunk,
 )
+from shared.process import major_faults
 from shared.ring import RingClient
 from shared.run_directory import Role
 
@@ -236,7 +236,7 @@ class Engine:
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         ways = self._ways
         ways.experts.counts.begin()
-        faults_before = _major_faults()
+        faults_before = major_faults()
         waited_before = ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0
         try:
             result = compute(self._model, works, ways, self._torch_device)
@@ -263,14 +263,14 @@ class Engine:
         self.num_steps += 1
         expert_wait_s = ways.experts.waited_s - waited_before[0]
         ngram_wait_s = (ways.ngram.waited_s if ways.ngram is not None else 0.0) - waited_before[1]
-        faults = _major_faults() - faults_before
-        config, at = self._model.config, 0
-        for work in works:
-            clock, start, at = work.sequence.clock, at, at + work.stop - work.start
+        faults = major_faults() - faults_before
+        config = self._model.config
+        for work, start, stop in places(works):
+            clock = work.sequence.clock
             clock.expert_wait_s += expert_wait_s
             clock.ngram_wait_s += ngram_wait_s
             clock.major_faults += faults
-            clock.add_experts(ways.experts.counts, start, at, config.num_layers * config.num_experts_used)
+            clock.add_experts(ways.experts.counts, start, stop, config.num_layers * config.num_experts_used)
         if num_prefilled:
             self._scheduler.chunk.note(num_prefilled, ngram_wait_s)
         for sequence, failure in result.failures:
@@ -340,11 +340,6 @@ class Engine:
         self._post(
             RequestFailed(request_id=request_id, code=failure.code, reason=str(failure), timings=timings)
         )
-
-
-def _major_faults() -> int:
-    """Of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -77,15 +78,21 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
     return StepResult(list(zip(choosing, logits, strict=True)), failures)
 
 
+def places(works: Items[Work]) -> Iterator[tuple[Work, int, int]]:
+    """Each work, with the first of its tokens among those of the step, and the first behind them."""
+    stop = 0
+    for work in works:
+        start, stop = stop, stop + work.num_tokens
+        yield work, start, stop
+
+
 def account_failed(works: Items[Work], ways: Ways) -> None:
     """Books what was read for a step that has failed on its requests, as far as it is known."""
-    at = 0
-    for work in works:
-        start, at = at, at + work.num_tokens
-        work.sequence.clock.add_expert_reads(ways.experts.counts, start, at)
+    for work, start, stop in places(works):
+        work.sequence.clock.add_expert_reads(ways.experts.counts, start, stop)
         if ways.ngram is not None and ways.ngram.has_come:
             with contextlib.suppress(DiskError):
-                _account_rows(work.sequence, ways.ngram, start, at)
+                _account_rows(work.sequence, ways.ngram, start, stop)
 
 
 def _account_rows(sequence: Sequence, ngram: StagedFeatures, start: int, stop: int) -> None:

@@ -1,10 +1,7 @@
 """The gpu_worker at work: loads the model, and connects the engine to the gateway and the other workers."""
 
 import asyncio
-import errno
 import logging
-import mmap
-import os
 from collections.abc import Sequence
 
 from gpu_worker.device.choose import choose_torch_device, formats_of, open_device
@@ -19,7 +16,7 @@ from shared.arena import sweep_segments
 from shared.config import GpuWorkerConfig
 from shared.gguf.model import GGUFModel
 from shared.link import LinkClient, LinkServer
-from shared.locked_memory import lock_refusal, may_lock
+from shared.locked_memory import lock_refusal, may_lock, not_permitted
 from shared.memory_budget import read_memory
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
@@ -186,13 +183,12 @@ class GpuWorker:
         done = 0
         try:
             if not may_lock(num_bytes):
-                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+                raise not_permitted()
             for name in kept:
-                info = model.info(name)
+                info, home = model.info(name), model.home(name)
                 self._context.report("reading dense weights", 0.5 + 0.2 * done / num_bytes)
-                start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-                model.home(name).will_need(start, info.offset + info.num_bytes - start)
-                model.home(name).lock(start, info.offset + info.num_bytes - start)
+                home.will_need(*home.pages(info))
+                home.lock(*home.pages(info))
                 done += info.num_bytes
         except OSError as error:
             _log.info("dense weights are left to the page cache: %s", lock_refusal(num_bytes, error))

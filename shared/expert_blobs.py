@@ -45,11 +45,6 @@ class BlobPart:
     num_bytes: int
     at: int
 
-    def range_of(self, expert: int) -> tuple[int, int]:
-        """Begin and end of an expert's rows in the file."""
-        start = self.offset + expert * self.num_bytes
-        return start, start + self.num_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class LayerBlobs:
@@ -82,6 +77,11 @@ class BlobLayout:
 def expert_tensor(layer: int, part: str) -> str:
     """The name of the tensor that holds one matrix of all experts of a layer."""
     return f"{block_prefix(layer)}ffn_{part}_exps.weight"
+
+
+def expert_tensors(num_layers: int) -> list[str]:
+    """Those of all layers."""
+    return [expert_tensor(layer, part) for layer in range(num_layers) for part in PARTS]
 
 
 def _blobs_of(model: GGUFModel, layer: int) -> LayerBlobs:

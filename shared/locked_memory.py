@@ -1,9 +1,12 @@
 """Keeping memory in RAM, and what to say where that is not allowed."""
 
 import ctypes
+import errno
 import os
 import resource
 from pathlib import Path
+
+from shared.errors import ResourceError
 
 _CAP_IPC_LOCK = 14
 
@@ -33,6 +36,16 @@ def may_lock(num_bytes: int, status: Path = Path("/proc/self/status")) -> bool:
         (line.split()[1] for line in status.read_text().splitlines() if line.startswith("CapEff:")), "0"
     )
     return bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1)
+
+
+def not_permitted() -> OSError:
+    """What locking would fail with, where `may_lock` says no."""
+    return PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def resident_refusal(num_bytes: int, error: OSError) -> ResourceError:
+    """Why the experts that were to be resident cannot be locked."""
+    return ResourceError(f"--experts resident: {lock_refusal(num_bytes, error)}, or take --experts auto")
 
 
 def lock_refusal(num_bytes: int, error: OSError) -> str:

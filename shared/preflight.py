@@ -1,7 +1,6 @@
 """Everything about a stack that can be known to fail before a process is started: checked within a second."""
 
 import errno
-import os
 import socket
 from collections.abc import Mapping
 
@@ -16,14 +15,14 @@ from shared.config import (
     check_heartbeats,
 )
 from shared.errors import ResourceError
-from shared.expert_blobs import ExpertMode, expert_tensor
+from shared.expert_blobs import ExpertMode, expert_tensors
 from shared.gguf.model import GGUFModel
-from shared.locked_memory import lock_refusal, may_lock
+from shared.locked_memory import may_lock, not_permitted, resident_refusal
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.run_directory import Role
 from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set
-from shared.work_slots import PARTS, shared_memory_needed
+from shared.work_slots import shared_memory_needed
 
 
 def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
@@ -56,11 +55,9 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
 
 def check_lock(model: GGUFModel, config: Qwen4ExpConfig) -> None:
     """Raises ResourceError where all experts of a model are to be locked in RAM, and this user may not."""
-    names = [expert_tensor(layer, part) for layer in range(config.num_layers) for part in PARTS]
-    num_bytes = sum(model.info(name).num_bytes for name in names)
+    num_bytes = sum(model.info(name).num_bytes for name in expert_tensors(config.num_layers))
     if not may_lock(num_bytes):
-        refusal = lock_refusal(num_bytes, PermissionError(errno.EPERM, os.strerror(errno.EPERM)))
-        raise ResourceError(f"--experts resident: {refusal}, or take --experts auto")
+        raise resident_refusal(num_bytes, not_permitted())
 
 
 def check_port(host: str, port: int) -> None:

@@ -92,6 +92,11 @@ class ProcessContext(Generic[AnyConfig]):
         return Heartbeat(state=self.state, activity=self.activity, progress=self.progress, gauges=gauges)
 
 
+def major_faults() -> int:
+    """Of this process since its start: pages that it had to wait for."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
 def _disk_reads() -> dict[str, float]:
     """Bytes that the kernel has read from disks for this process since its start."""
     try:

@@ -55,6 +55,8 @@ class BlobHeader(IntEnum):
 
 PARTS = "gate", "up", "down"
 """The matrices of one expert, in the order in which its blob has them, and in which reads are counted."""
+THERE = 1
+"""The state of a place whose blob is there."""
 
 
 def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:

@@ -12,18 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.expert_blobs import BlobLayout, up_to_page
-from shared.native.memory import futex_wake_shared, ids_at, integers_at, load, store_shared
+from shared.native.memory import EVERYONE, futex_wake_shared, ids_at, integers_at, load, store_shared
 from shared.native.records import Record, fields, reader, record
 from shared.native.ring import INTERRUPT
 from shared.native.task import address_of
 from shared.quants.jit import compile_task
 from shared.ring import Arrays, RingServer
-from shared.work_slots import PARTS, BlobHeader
+from shared.work_slots import PARTS, THERE, BlobHeader
 from stager.read_queue import PAGE_BYTES, READ, READ_BYTES, ReadQueue, open_model_file
 
 _NUM_PARTS = len(PARTS)
-_THERE = 1
-_EVERYONE = 1 << 30
 
 BATCH = fields(
     "reads",  # READ [num_blobs, 3], of a slot's blobs
@@ -57,9 +55,9 @@ def _part_arrived(params: int, read_address: int, data: int, scratch: int) -> No
     to_come[blob] -= 1
     if to_come[blob] == 0:
         # In this order: whoever sees the state may use the place, and is woken to see it.
-        store_shared(batch.states + 8 * number, errors[blob] if errors[blob] != 0 else _THERE)
+        store_shared(batch.states + 8 * number, errors[blob] if errors[blob] != 0 else THERE)
         store_shared(batch.arrived, load(batch.arrived) + 1)
-        futex_wake_shared(batch.arrived, _EVERYONE)
+        futex_wake_shared(batch.arrived, EVERYONE)
 
 
 @functools.cache
@@ -75,15 +73,10 @@ class BlobService:
         self._layout = layout
         self._queue = queue
         self._on_read = _part_arrived_task()
-        self._descriptors: dict[str, int] = {}
-        self._is_direct: dict[int, bool] = {}
-        for blobs in layout.layers:
-            for part in blobs.parts:
-                path = part.file.path
-                if str(path) not in self._descriptors:
-                    descriptor, is_direct = open_model_file(path)
-                    self._descriptors[str(path)] = descriptor
-                    self._is_direct[descriptor] = is_direct
+        paths = {part.file.path for blobs in layout.layers for part in blobs.parts}
+        opened = {path: open_model_file(path) for path in paths}
+        self._descriptors = {path: descriptor for path, (descriptor, _) in opened.items()}
+        self._is_direct = all(is_direct for _, is_direct in opened.values())
         self._places_per_layer = 0
         self._ring: RingServer
 
@@ -122,7 +115,7 @@ class BlobService:
     def close(self) -> None:
         """Closes the files and the queue. No slot may be served."""
         self._queue.close()
-        for descriptor in self._is_direct:
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
 
     def _reads(self, layer: int, experts: NDArray[np.int64], places: NDArray[np.int64]) -> Record:
@@ -136,7 +129,7 @@ class BlobService:
             begins = starts // PAGE_BYTES * PAGE_BYTES
             needed = starts + part.num_bytes - begins
             of_part = reads[:, number]
-            of_part["file"] = self._descriptors[str(part.file.path)]
+            of_part["file"] = self._descriptors[part.file.path]
             of_part["offset"] = begins
             of_part["needed"] = needed
             of_part["num_bytes"] = -(-needed // PAGE_BYTES) * PAGE_BYTES
@@ -145,7 +138,7 @@ class BlobService:
 
     def _forget_pages(self, reads: Record) -> None:
         """What came through the page cache is in the pool now, and nobody reads it there again."""
-        if all(self._is_direct.values()):
+        if self._is_direct:
             return
         for descriptor, offset, num_bytes in reads[["file", "offset", "num_bytes"]].tolist():
             os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)

@@ -16,7 +16,6 @@ needs the row reads it again.
 import errno
 import functools
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -318,15 +317,14 @@ def features_of_windows(work_address: int, windows: int, num_tokens: int, featur
     """
     work = _work_at(work_address)
     num_rows = rows_of_windows(work_address, windows, num_tokens)
-    if work.cache == 0:
-        hits = ids_at(work.hits)
-        for token in range(num_tokens):
-            hits[token] = work.num_heads
-        work.num_hits += num_rows
-    else:
+    if work.cache != 0:
         call_task(work.bring, work_address, 0, num_rows, 0)
         _decode(work_address, num_rows, features)
         return
+    hits = ids_at(work.hits)
+    for token in range(num_tokens):
+        hits[token] = work.num_heads
+    work.num_hits += num_rows
     store(work.gathered + _OUT, features)
     call_task(work.gather, work.gathered, 0, num_rows, work.scratch)
 
@@ -375,8 +373,8 @@ class RowReader:
         self.num_heads = num_heads
         self.queue = queue
         self.table = table
-        words = {name: np.zeros(num_rows + 1, np.int64) for name in ("rows", "missing", "places", "pending")}
-        words["firsts"] = np.zeros(num_rows + 1, np.int64)
+        names = ("rows", "missing", "places", "pending", "firsts")
+        words = {name: np.zeros(num_rows + 1, np.int64) for name in names}
         self.counts_of_tokens = {
             name: np.zeros(max_tokens, np.int32) for name in ("hits", "reads", "read_bytes", "failures")
         }
@@ -470,9 +468,7 @@ class RowReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check(self, windows: NDArray[np.int32]) -> None:

@@ -5,18 +5,15 @@ too. They are released when it is lost, so that its successor decides by the mem
 runs.
 """
 
-import errno
 import logging
-import mmap
 import threading
 from collections.abc import Callable
 
-from shared.errors import ModelFileError, ResourceError
-from shared.expert_blobs import expert_tensor
-from shared.gguf.file import GGUFFile
+from shared.errors import ModelFileError
+from shared.expert_blobs import expert_tensors
+from shared.gguf.file import GGUFFile, TensorInfo
 from shared.gguf.model import GGUFModel
-from shared.locked_memory import lock_refusal, may_lock
-from shared.work_slots import PARTS
+from shared.locked_memory import lock_refusal, may_lock, not_permitted, resident_refusal
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +28,9 @@ class RamResidency:
 
     def __init__(self, model: GGUFModel, num_layers: int, report: Callable[[str, float], None]) -> None:
         """`report` is told what is being done, and how far it is."""
-        tensors = [expert_tensor(layer, part) for layer in range(num_layers) for part in PARTS]
-        self._pieces = [
-            piece for name in tensors for piece in _pieces(model.home(name), *_range(model, name))
-        ]
-        self._num_bytes = sum(model.info(name).num_bytes for name in tensors)
+        infos = {name: model.info(name) for name in expert_tensors(num_layers)}
+        self._pieces = [piece for name, info in infos.items() for piece in _pieces(model.home(name), info)]
+        self._num_bytes = sum(info.num_bytes for info in infos.values())
         self._report = report
         self._is_held = False
         # Held while pages are locked or released; the event asks whoever locks to leave it.
@@ -56,7 +51,7 @@ class RamResidency:
     def _hold(self, is_required: bool) -> None:
         locks = may_lock(self._num_bytes)
         if not locks:
-            self._not_locked(OSError(errno.EPERM, "not permitted"), is_required)
+            self._not_locked(not_permitted(), is_required)
         for number, (file, start, num_bytes) in enumerate(self._pieces):
             if self._is_released.is_set():
                 return
@@ -89,18 +84,15 @@ class RamResidency:
             self._is_released.clear()
 
     def _not_locked(self, error: OSError, is_required: bool) -> None:
-        refusal = lock_refusal(self._num_bytes, error)
         if is_required:
-            raise ResourceError(f"--experts resident: {refusal}, or take --experts auto")
+            raise resident_refusal(self._num_bytes, error)
+        refusal = lock_refusal(self._num_bytes, error)
         # Not a warning: it is so for every user with usual limits, and does no harm while there is memory.
         _log.info("experts: %s; they are read, but may be given up again when memory is short", refusal)
 
 
-def _range(model: GGUFModel, name: str) -> tuple[int, int]:
-    info = model.info(name)
-    return info.offset // mmap.PAGESIZE * mmap.PAGESIZE, info.offset + info.num_bytes
-
-
-def _pieces(file: GGUFFile, start: int, stop: int) -> list[tuple[GGUFFile, int, int]]:
+def _pieces(file: GGUFFile, info: TensorInfo) -> list[tuple[GGUFFile, int, int]]:
     """Begins on pages, and lengths."""
+    start, num_bytes = file.pages(info)
+    stop = start + num_bytes
     return [(file, at, min(_PIECE_BYTES, stop - at)) for at in range(start, stop, _PIECE_BYTES)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from shared import futex
 from shared.native.memory import (
+    EVERYONE,
     fetch_add,
     futex_wait_shared,
     futex_wake_shared,
@@ -26,16 +27,15 @@ from shared.native.task import address_of
 from shared.quants.jit import INTEGER, compile_kernel, jitable
 
 _PREAD = 17  # the system call's number on x86-64
-_EVERYONE = 1 << 30
 _LONGEST_SLEEP_NS = 1_000_000_000
 _IDLE, _ORDERED, _READ, _CLOSED = range(4)
 
 DESK = fields("state", "result", "file", "offset", "address", "num_bytes")
-THREADS = fields("desks", "num_desks", "num_arrived", "longest_wait_ns")
+THREADS = fields("num_arrived", "desks", "longest_wait_ns")
+"""The first word is the one that arrivals are counted in, and waited for."""
 _desk_at = reader(DESK)
 _threads_at = reader(THREADS)
 _DESK_BYTES = DESK.itemsize
-_NUM_ARRIVED = 16
 
 
 def _work(threads: int, number: int) -> None:
@@ -50,8 +50,8 @@ def _work(threads: int, number: int) -> None:
             continue
         desk.result = system_call(_PREAD, desk.file, desk.address, desk.num_bytes, desk.offset, 0, 0)
         store_shared(state_at, _READ)
-        fetch_add(threads + _NUM_ARRIVED, 1)
-        futex_wake_shared(threads + _NUM_ARRIVED, _EVERYONE)
+        fetch_add(threads, 1)
+        futex_wake_shared(threads, EVERYONE)
 
 
 @functools.cache
@@ -65,9 +65,7 @@ class ReadThreads:
     def __init__(self, num_threads: int, longest_wait_s: float) -> None:
         """Raises RuntimeError where there can be no more threads."""
         self._desks = np.zeros(num_threads, DESK)
-        self._record = record(
-            THREADS, desks=self._desks, num_desks=num_threads, longest_wait_ns=round(longest_wait_s * 1e9)
-        )
+        self._record = record(THREADS, desks=self._desks, longest_wait_ns=round(longest_wait_s * 1e9))
         self.address = address_of(self._record)
         """Of its THREADS, for native code."""
         work = _work_kernel()
@@ -110,10 +108,10 @@ def order_read(threads: int, number: int, file: int, offset: int, address: int, 
 @jitable
 def await_arrivals(threads: int, num_seen: int) -> int:
     """Native: waits until more reads than `num_seen` have come since the start, not for ever; how many."""
-    present = load_shared(threads + _NUM_ARRIVED)
+    present = load_shared(threads)
     if present == num_seen:
-        futex_wait_shared(threads + _NUM_ARRIVED, present, _threads_at(threads).longest_wait_ns)
-        present = load_shared(threads + _NUM_ARRIVED)
+        futex_wait_shared(threads, present, _threads_at(threads).longest_wait_ns)
+        present = load_shared(threads)
     return present
 
 

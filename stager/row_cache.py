@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.native.memory import (
+    EVERYONE,
     fetch_add,
     futex_wait_shared,
     futex_wake_shared,
@@ -57,7 +58,6 @@ _EMPTY, _BEING_READ, _FIRST_TICK = range(3)
 _LAST_TICK = (1 << 32) - 1
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
-_EVERYONE = 1 << 30
 _SPINS = 200
 _SCHED_YIELD = 24
 # Consecutive rows shall not share sets. The odd number nearest to 2^64 / golden ratio (Knuth, TAOCP 6.4),
@@ -96,7 +96,7 @@ def announce(cache: int) -> None:
     """Native: wakes those who wait for arrivals, or for the end of a read that brought nothing."""
     fetch_add(cache + _GENERATION, 1)
     if load_shared(cache + _NUM_WAITING) != 0:
-        futex_wake_shared(cache + _GENERATION, _EVERYONE)
+        futex_wake_shared(cache + _GENERATION, EVERYONE)
 
 
 @jitable

@@ -139,10 +139,10 @@ class GGUFFile:
         """The tensor's encoded bytes as a read-only uint8 view [num_bytes] of the mapping."""
         return np.frombuffer(self._map, np.uint8, info.num_bytes, info.offset)
 
-    def advise(self, info: TensorInfo, advice: int) -> None:
-        """Tells the kernel how the pages of a tensor will be used (an `mmap.MADV_*` constant)."""
+    def pages(self, info: TensorInfo) -> tuple[int, int]:
+        """The range of a tensor from the begin of its first page on: where that begins, and its length."""
         start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(advice, start, info.offset + info.num_bytes - start)
+        return start, info.offset + info.num_bytes - start
 
     def will_need(self, start: int, num_bytes: int) -> None:
         """Asks the kernel to read a page-aligned range soon; it does not wait for it."""

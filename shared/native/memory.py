@@ -47,6 +47,8 @@ _FUTEX = 202
 _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _NS_PER_S = 1_000_000_000
+EVERYONE = 1 << 30
+"""As many threads as could ever wait for one word."""
 _CLOCK_MONOTONIC = 1
 # struct rusage: two times of two words each, four words of memory, minor faults, major faults.
 _RUSAGE_SELF, _RUSAGE_WORDS, _MAJOR_FAULTS_WORD = 0, 18, 9

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from shared.native.memory import (
+    EVERYONE,
     call_task,
     clock_ns,
     fence,
@@ -75,7 +76,6 @@ PROGRESS, OUTSTANDING = (8 * int(word) for word in RingStatus)
 
 # A sleeper looks up at least this often: `interrupt` may be set between its last look and its sleep.
 _MAX_SLEEP_NS = 50_000_000
-_EVERYONE = 1 << 30
 _PAUSES_BETWEEN_CLOCKS = 8
 
 
@@ -85,7 +85,7 @@ def publish(counter: int, value: int, sleeps: int) -> None:
     store_shared(counter, value)
     fence()
     if load_shared(sleeps) != 0:
-        futex_wake_shared(counter, _EVERYONE)
+        futex_wake_shared(counter, EVERYONE)
 
 
 @jitable

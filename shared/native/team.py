@@ -40,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.native.memory import (
+    EVERYONE,
     call_task,
     clock_ns,
     fetch_add,
@@ -84,7 +85,6 @@ _DOOR = 896
 _TEAM_BYTES = 1024
 
 _OPEN = 1 << 32
-_EVERYONE = 1 << 30
 
 _WORTH_WAKING_NS = 50_000
 """Work for which one more sleeping thread is woken, beyond what is done until it arrives, which takes 30 to
@@ -133,7 +133,7 @@ def _report(team: int, num_done: int, step_stop: int) -> None:
         # An atomic addition, since it must be ordered before the look at the count of waiting threads.
         fetch_add(team + _RELEASED, step_stop - load(team + _RELEASED))
         if load_shared(team + _NUM_WAITING) > 0:
-            futex_wake(team + _RELEASED, _EVERYONE)
+            futex_wake(team + _RELEASED, EVERYONE)
 
 
 @jitable
@@ -184,7 +184,7 @@ def _run_alone(entries: int, num_entries: int, scratch: int) -> None:
 def _leave(team: int) -> None:
     # The last one out after the door was shut.
     if fetch_add(team + _DOOR, -1) == 1 and load_shared(team + _NUM_WAITING) > 0:
-        futex_wake(team + _DOOR, _EVERYONE)
+        futex_wake(team + _DOOR, EVERYONE)
 
 
 @jitable
@@ -262,7 +262,7 @@ def _run(team: int, entries: int, num_entries: int, num_units: int, cost_ns: int
 def _close(team: int) -> None:
     store(team + _IS_CLOSED, 1)
     fetch_add(team + _GENERATION, 1)
-    futex_wake(team + _GENERATION, _EVERYONE)
+    futex_wake(team + _GENERATION, EVERYONE)
 
 
 @functools.cache

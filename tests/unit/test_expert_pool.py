@@ -151,7 +151,7 @@ def blob_in_pool(ours: Pooled, file: GGUFModel, layer: int, place: int, expert: 
     at = layout.first_place(layer, ours.pool.places_per_layer) + place * blobs.place_bytes
     found = []
     for part in blobs.parts:
-        begin = at + part.at + part.range_of(expert)[0] % mmap.PAGESIZE
+        begin = at + part.at + (part.offset + expert * part.num_bytes) % mmap.PAGESIZE
         found.append(pool[begin : begin + part.num_bytes].tobytes())
     return found
 
