@@ -11,11 +11,13 @@ import signal
 import time
 from pathlib import Path
 
+from benchmarks.report import BenchmarkError
+
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 _REMOVE_TIMEOUT_S = 10.0
 
 
-class CgroupError(Exception):
+class CgroupError(BenchmarkError):
     """There can be no such group here; the text says why."""
 
 

@@ -43,7 +43,6 @@ stager was reading; and `watchdog_fired`, 1 where the stack took that for a stal
 import argparse
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -56,7 +55,7 @@ import numpy as np
 
 from benchmarks.arguments import add_match_arguments, positive, positives
 from benchmarks.block_device import device_number
-from benchmarks.cgroups import CgroupError, SlowDisk
+from benchmarks.cgroups import SlowDisk
 from benchmarks.cold_runs import (
     LLAMA,
     MAPPED,
@@ -74,17 +73,16 @@ from benchmarks.cold_runs import (
 from benchmarks.cold_table import ColdTable
 from benchmarks.contenders import LlamaInProcess, Strata
 from benchmarks.disk_limit import disk_limit
-from benchmarks.ggml import LlamaUnavailableError, library_path
+from benchmarks.ggml import library_path
 from benchmarks.llama_cpp import LAZY
 from benchmarks.ngram_pages import find_table, touch_mapped
 from benchmarks.page_cache import resident_share
 from benchmarks.processes import CpuWatch, disk_read_bytes, wait_for_quiet
 from benchmarks.prompts import Prompts
-from benchmarks.report import Report, describe_machine, median, say
+from benchmarks.report import Report, describe_machine, measured, median, say
 from benchmarks.slices import add_model_arguments, check_model_arguments, model_path
 from benchmarks.streaming import AnswerError, Generation
 from benchmarks.timings import RowReads, row_reads
-from shared.errors import StrataError
 from shared.gguf.model import GGUFModel
 
 EXPERTS, NGRAM_BASE = 32, 5_500_000
@@ -111,7 +109,8 @@ class Plan:
     rounds: int
     prompt_lengths: tuple[int, ...]
     warm_up: int
-    """Tokens of a prompt before anything is timed."""
+    """Tokens of a prompt before anything is timed: a whole step, so that no timed one is the first to use its
+    memory."""
     num_warm: int
     """Times that a prompt is asked again."""
     num_new: int
@@ -132,7 +131,7 @@ class Plan:
 QUICK = Plan(
     rounds=1,
     prompt_lengths=(512,),
-    warm_up=32,
+    warm_up=512,
     num_warm=2,
     num_new=0,
     has_delay=False,
@@ -141,7 +140,7 @@ QUICK = Plan(
 FULL = Plan(
     rounds=3,
     prompt_lengths=(512, 2048),
-    warm_up=384,
+    warm_up=512,
     num_warm=2,
     num_new=48,
     has_delay=True,
@@ -421,20 +420,20 @@ def main() -> int:
         plan = replace(plan, rounds=parsed.rounds)
     if parsed.prompts is not None:
         plan = replace(plan, prompt_lengths=parsed.prompts)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    settings = asdict(plan) | {
+        "profile": parsed.profile,
+        "threads": parsed.threads,
+        "context": _CONTEXT,
+        "read_iops": parsed.read_iops,
+        "seed": parsed.seed,
+        "strata_flags": parsed.strata_flags,
+        "delay_flags": list(_DELAY_FLAGS),
+    }
+    report = Report("cold_start", settings)
+
+    def measure() -> int:
         library_path()
         path = model_path(parsed)
-        settings = asdict(plan) | {
-            "profile": parsed.profile,
-            "threads": parsed.threads,
-            "context": _CONTEXT,
-            "read_iops": parsed.read_iops,
-            "seed": parsed.seed,
-            "strata_flags": parsed.strata_flags,
-            "delay_flags": list(_DELAY_FLAGS),
-        }
-        report = Report("cold_start", settings)
         say(f"{describe_machine()}; {path.name}, {parsed.threads} threads each")
         began = time.monotonic()
         disk: AbstractContextManager[object] = nullcontext()
@@ -444,14 +443,9 @@ def main() -> int:
         with disk:
             code = run(path, parsed, plan, report)
         say(f"{time.monotonic() - began:.0f} s")
-    except (AnswerError, CgroupError, LlamaUnavailableError, StrataError, OSError) as error:
-        print(f"cold_start: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if parsed.json:
-        report.write(parsed.json)
-    return code
+        return code
+
+    return measured(report, parsed.json, measure)
 
 
 if __name__ == "__main__":

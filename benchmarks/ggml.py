@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.report import BenchmarkError
 from shared.gguf.types import TensorType
 from shared.native.task import aligned_zeros
 
@@ -22,7 +23,7 @@ _F32 = 0
 _GRAPH_SIZE = 8
 
 
-class LlamaUnavailableError(Exception):
+class LlamaUnavailableError(BenchmarkError):
     """llama.cpp cannot be used; the text says why."""
 
 

@@ -24,7 +24,6 @@ memory and all else were. Where a process was killed for want of memory the exit
 import argparse
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,18 +31,17 @@ from pathlib import Path
 
 from benchmarks.arguments import add_match_arguments, positive
 from benchmarks.block_device import device_number
-from benchmarks.cgroups import CGROUP_ROOT, CgroupError, MemoryGroup, cgroup_version
+from benchmarks.cgroups import CGROUP_ROOT, MemoryGroup, cgroup_version
 from benchmarks.contenders import LlamaInProcess, Strata
-from benchmarks.ggml import LlamaUnavailableError, library_path
+from benchmarks.ggml import library_path
 from benchmarks.llama_cpp import PLAIN
 from benchmarks.page_cache import drop_pages, resident_share
 from benchmarks.processes import CpuWatch, ReadWatch, disk_read_bytes, wait_for_quiet
 from benchmarks.prompts import Prompts
 from benchmarks.read_limit import expert_bytes
-from benchmarks.report import Report, describe_machine, median, say, table
+from benchmarks.report import Report, describe_machine, measured, median, say, table
 from benchmarks.slices import add_model_arguments, check_model_arguments, model_path
 from benchmarks.streaming import AnswerError, Generation
-from shared.errors import StrataError
 from shared.gguf.model import GGUFModel, part_paths
 
 STRATA, LLAMA = "strata", "llama_cpp"
@@ -278,33 +276,27 @@ def main() -> int:
         plan = replace(plan, rounds=parsed.rounds)
     if parsed.new_tokens is not None:
         plan = replace(plan, num_new=parsed.new_tokens)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    settings = asdict(plan) | {
+        "profile": parsed.profile,
+        "share": parsed.share,
+        "read_iops": parsed.read_iops,
+        "threads": parsed.threads,
+        "context": _CONTEXT,
+        "prompt": _PROMPT,
+        "full_prompt": _FULL_PROMPT,
+        "seed": parsed.seed,
+        "strata_flags": parsed.strata_flags,
+    }
+    report = Report("low_memory", settings)
+
+    def measure() -> int:
         library_path()
-        settings = asdict(plan) | {
-            "profile": parsed.profile,
-            "share": parsed.share,
-            "read_iops": parsed.read_iops,
-            "threads": parsed.threads,
-            "context": _CONTEXT,
-            "prompt": _PROMPT,
-            "full_prompt": _FULL_PROMPT,
-            "seed": parsed.seed,
-            "strata_flags": parsed.strata_flags,
-        }
-        report = Report("low_memory", settings)
         settings["cgroup_version"] = cgroup_version(CGROUP_ROOT)
         path = model_path(parsed)
         say(f"{describe_machine()}; {path.name}, {parsed.threads} threads each")
-        code = run(path, parsed, plan, report)
-    except (CgroupError, LlamaUnavailableError, StrataError, OSError) as error:
-        print(f"low_memory: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if parsed.json:
-        report.write(parsed.json)
-    return code
+        return run(path, parsed, plan, report)
+
+    return measured(report, parsed.json, measure)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,17 @@ can read them; tables and remarks go to standard error. `Report.write` keeps eve
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from shared.errors import StrataError
 
 _PACKAGES = ("strata-inference", "xllamacpp", "gguf", "llvmlite", "numba", "numpy", "torch")
 # Of what /proc/cpuinfo lists, what matters to kernels of quantised products.
@@ -71,6 +74,26 @@ class Report:
             "details": self.details,
         }
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+class BenchmarkError(Exception):
+    """A benchmark cannot go on; the text says why."""
+
+
+def measured(report: Report, file: Path | None, measure: Callable[[], int]) -> int:
+    """Runs a benchmark; returns the exit code. Its report goes to `file`, where there is one, unless it was
+    broken off; what goes wrong with files, models, contenders is told in a line."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        code = measure()
+    except (BenchmarkError, StrataError, OSError) as error:
+        print(f"{report.benchmark}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if file is not None:
+        report.write(file)
+    return code
 
 
 def say(text: str) -> None:

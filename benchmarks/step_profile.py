@@ -14,7 +14,6 @@ Claims, medians over the tokens, in microseconds: `products_us_per_layer` (steps
 
 import argparse
 import ctypes
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -30,10 +29,9 @@ from benchmarks.arguments import add_json_argument, positive
 from benchmarks.in_process import InProcessModel
 from benchmarks.page_cache import warm_page_cache
 from benchmarks.read_limit import expert_bytes
-from benchmarks.report import Report, describe_machine, median, say, table
+from benchmarks.report import Report, describe_machine, measured, median, say, table
 from benchmarks.slices import add_model_arguments, check_model_arguments, model_path
 from gpu_worker.model.interface import RoutedExperts
-from shared.errors import StrataError
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.native.program import Program
@@ -201,7 +199,6 @@ def main() -> int:
     add_json_argument(parser)
     parsed = parser.parse_args()
     check_model_arguments(parser, parsed)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     kernels = choose_kernels("auto", parsed.cpu_activations)
     settings = {
         "profile": parsed.profile,
@@ -210,7 +207,8 @@ def main() -> int:
         "cpu_kernels": kernels,
     }
     report = Report("step_profile", settings)
-    try:
+
+    def measure() -> int:
         path = model_path(parsed)
         say(f"{describe_machine()}; {path.name}, {parsed.threads} threads, {kernels}")
         with GGUFModel(path) as model:
@@ -218,20 +216,15 @@ def main() -> int:
             num_layers = read_model_config(model).num_layers
             warm_page_cache(model, report)
         steps = profile(path, parsed.threads, parsed.tokens)
-    except (StrataError, OSError) as error:
-        print(f"step_profile: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    say(_as_table(steps))
-    report.details["steps"] = {
-        name: {"runs": step.num_runs, "us": 1e6 * step.seconds, "bytes_each": step.num_bytes}
-        for name, step in steps.items()
-    }
-    report.claim_all(claims(steps, num_layers))
-    if parsed.json:
-        report.write(parsed.json)
-    return 0
+        say(_as_table(steps))
+        report.details["steps"] = {
+            name: {"runs": step.num_runs, "us": 1e6 * step.seconds, "bytes_each": step.num_bytes}
+            for name, step in steps.items()
+        }
+        report.claim_all(claims(steps, num_layers))
+        return 0
+
+    return measured(report, parsed.json, measure)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.report import BenchmarkError
+
 _TIMEOUT_S = 1800.0
 
 
-class AnswerError(Exception):
+class AnswerError(BenchmarkError):
     """A contender does not answer as it should; the text says how."""
 
 

@@ -27,7 +27,6 @@ of that (over 1 where a cache keeps some of it).
 import argparse
 import os
 import shlex
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -41,7 +40,7 @@ from numpy.typing import NDArray
 
 from benchmarks.arguments import add_match_arguments, positive
 from benchmarks.contenders import Contender, LlamaInProcess, LlamaServer, Strata
-from benchmarks.ggml import LlamaUnavailableError, library_path
+from benchmarks.ggml import library_path
 from benchmarks.page_cache import warm_page_cache
 from benchmarks.processes import CpuWatch, wait_for_quiet
 from benchmarks.prompts import Prompts
@@ -55,10 +54,9 @@ from benchmarks.quality import (
     strata_logits,
 )
 from benchmarks.read_limit import read_bytes_per_s, token_bytes
-from benchmarks.report import Report, describe_machine, median, memory_bytes, say, table
+from benchmarks.report import Report, describe_machine, measured, median, memory_bytes, say, table
 from benchmarks.slices import add_model_arguments, check_model_arguments, model_path
 from benchmarks.streaming import AnswerError, Generation
-from shared.errors import StrataError
 from shared.gguf.model import GGUFModel
 
 DECODE, PREFILL_512, PREFILL_2048 = "decode", "prefill_512", "prefill_2048"
@@ -481,33 +479,28 @@ def main() -> int:
         plan = replace(plan, rounds=parsed.rounds)
     if parsed.new_tokens is not None:
         plan = replace(plan, num_new=parsed.new_tokens)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    settings = {
+        "profile": parsed.profile,
+        "threads": parsed.threads,
+        "rounds": plan.rounds,
+        "num_new": plan.num_new,
+        "decode_prompt": _DECODE_PROMPT,
+        "context": _CONTEXT,
+        "is_quick": plan.is_quick,
+        "seed": parsed.seed,
+        "strata_flags": parsed.strata_flags,
+    }
+    report = Report("versus_llama_cpp", settings)
+
+    def measure() -> int:
         library_path()
         path = model_path(parsed)
-        settings = {
-            "profile": parsed.profile,
-            "threads": parsed.threads,
-            "rounds": plan.rounds,
-            "num_new": plan.num_new,
-            "decode_prompt": _DECODE_PROMPT,
-            "context": _CONTEXT,
-            "is_quick": plan.is_quick,
-            "seed": parsed.seed,
-            "strata_flags": parsed.strata_flags,
-        }
         # The minute of a quick run begins once the model is there.
-        report = Report("versus_llama_cpp", settings)
+        report.started_at = time.time()
         say(f"{describe_machine()}; {path.name}, {parsed.threads} threads each")
-        code = run(path, parsed, plan, report)
-    except (AnswerError, LlamaUnavailableError, StrataError, OSError) as error:
-        print(f"versus_llama_cpp: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if parsed.json:
-        report.write(parsed.json)
-    return code
+        return run(path, parsed, plan, report)
+
+    return measured(report, parsed.json, measure)
 
 
 if __name__ == "__main__":

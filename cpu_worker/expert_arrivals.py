@@ -3,6 +3,9 @@
 Waves are computed one after the other. Of a wave, `gate_up` of an expert begins when its blob is there, and
 `down` when all of them were computed: sums are taken in the same order as always, so that timing changes no
 bit. The blobs of later waves are asked for as early as there are places for them.
+
+Where a blob cannot be read, the others are computed all the same: tokens that did not choose that expert have
+their sums.
 """
 
 from cpu_worker.expert_pool import (
@@ -11,7 +14,7 @@ from cpu_worker.expert_pool import (
     begin_step,
     blobs_at,
     book,
-    fail,
+    lose,
     need,
     pool_at,
     send,
@@ -74,20 +77,23 @@ def _enter_arrived(
     memory: int, layer_address: int, number: int, entry: int, step: int, threads: int
 ) -> tuple[int, float, int]:
     """gate_up of those groups of a wave whose experts have come since; returns also how many groups are still
-    due, -1 where one of them will not come."""
+    due. Those whose experts will not come are left out."""
     address = plan_at(memory).waves + number * WAVE_STRIDE
     wave, layer = wave_at(address), layer_at(layer_address)
     wave_ns = 2 * layer.width * groups_row_ns(address, layer.hidden)
-    num_due, cost_ns = 0, 0.0
+    num_due, cost_ns, tokens = 0, 0.0, wave.tokens
     for place in range(wave.num_groups):
         group_address = wave.groups + place * GROUP_STRIDE
         group = group_at(group_address)
+        of_group, tokens = tokens, tokens + group.num_routes * 4
         if group.is_due == 0:
             continue
         state = state_of(layer.blobs, group.expert)
         if state < 0:
-            fail(layer.blobs, group.expert)
-            return entry, cost_ns, -1
+            lose(layer.blobs, group.expert, of_group, group.num_routes)
+            group.is_due = 0
+            group.down_weights = 0
+            continue
         if state != THERE:
             num_due += 1
             continue
@@ -102,7 +108,8 @@ def _enter_arrived(
 
 @jitable
 def _run_wave(memory: int, layer_address: int, team: int, number: int) -> bool:
-    """One wave, each group when its expert is there, all sums at the end; False where one will not come."""
+    """One wave, each group when its expert is there, all sums at the end; False where there is no stager any
+    more."""
     plan, threads = plan_at(memory), num_threads(team)
     pool_address = blobs_at(layer_at(layer_address).blobs).pool
     entry, cost_ns = plan.entries, 0.0
@@ -116,8 +123,6 @@ def _run_wave(memory: int, layer_address: int, team: int, number: int) -> bool:
         before = entry
         entry, ns, num_due = _enter_arrived(memory, layer_address, number, entry, 2, threads)
         cost_ns += ns
-        if num_due < 0:
-            return False
         has_come = entry != before
         if num_due == 0:
             entry, ns = enter_down(memory, layer_address, number, entry, 3, threads)
@@ -133,7 +138,7 @@ def _run_wave(memory: int, layer_address: int, team: int, number: int) -> bool:
 
 @jitable
 def _book_wave(memory: int, layer_address: int, number: int) -> None:
-    """Books what has come for a wave: all of it, unless the wave has failed."""
+    """Books what has come for a wave: all that was not lost, unless the wave has failed."""
     wave, layer = wave_at(plan_at(memory).waves + number * WAVE_STRIDE), layer_at(layer_address)
     tokens = wave.tokens
     for place in range(wave.num_groups):

@@ -61,7 +61,7 @@ class ExpertLayer:
         self._down = ExpertMatrices.open(model, f"{prefix}ffn_down_exps.weight")
         self._num_experts, width, _ = self._gate.raw.shape
         self._hidden = self._down.raw.shape[1]
-        self._layer, self._pool = layer, pool
+        self._pool = pool
         self._uses = np.zeros(self._num_experts, np.float32)
         self._use_weight = np.ones(1, np.float32)
         of_x = [matrices.format.activation_bytes for matrices in (self._gate, self._up)]
@@ -108,7 +108,9 @@ class ExpertLayer:
         someone else's and add nothing. All arrays are C-contiguous.
 
         Raises ValueError for an id beyond the last expert, or a shape that is not as said; `out` is then as
-        it was. Raises WorkerFailedError where experts are not in the pool and cannot be had.
+        it was. Raises WorkerFailedError where experts are not in the pool and there is nobody to bring them.
+        Where one cannot be read, the tokens that chose it have sums that are worth nothing, and are booked
+        (`ExpertPool.book_into`).
         """
         num_tokens = len(x)
         if x.shape != (num_tokens, self._hidden) or out.shape != x.shape:
@@ -127,7 +129,7 @@ class ExpertLayer:
                 raise ValueError(f"expert {-1 - result} of {self._num_experts}")
             if result == NOT_THERE:
                 assert self._pool is not None
-                raise self._pool.failure(self._layer)
+                raise self._pool.failure()
             if result < TOO_LITTLE_MEMORY:
                 return result
             num_bytes = result - TOO_LITTLE_MEMORY

@@ -25,7 +25,7 @@ Compute = Callable[
 TOO_LITTLE_MEMORY = 1 << 48
 """`compute` returns this plus the number of bytes it needs."""
 NOT_THERE = 1 << 47
-"""What `compute` returns where an expert is not in the pool and will not come."""
+"""What `compute` returns where experts are not in the pool, and there is nobody who brings them."""
 SMALLEST_MEMORY = 4096
 """Enough to find out how much is needed."""
 
@@ -47,7 +47,8 @@ def compute_layer(
     x float32 [tokens, hidden], expert_ids int32 [tokens, chosen], weights float32 [tokens, chosen] and out
     float32 [tokens, hidden], all C-contiguous. Returns the number of experts computed; or, having written
     nothing to `out`, -1 - expert where that one does not exist, and TOO_LITTLE_MEMORY + the bytes it needs
-    where there are fewer; or NOT_THERE where an expert cannot be had, for which the pool knows the reason.
+    where there are fewer; or NOT_THERE where experts cannot be had, for which the pool knows the reason. One
+    that cannot be read costs the tokens that chose it, which are booked (`cpu_worker.expert_pool`).
     """
     layer = layer_at(layer_address)
     num_tokens, num_chosen = expert_ids.shape

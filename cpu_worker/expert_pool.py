@@ -5,7 +5,8 @@ computes experts; the stager is told what to read into which place, and answers 
 (`shared.work_slots.blob_ring`, `shared.expert_blobs`).
 
 A place is *empty*; or *under way*, asked for and not answered (state 0); or its blob is *there* (1); or its
-read has *failed* (-errno), which the next one who needs the expert finds out, and asks again.
+read has *failed* (-errno): who finds that out does without the expert, and the next one who needs it asks
+again.
 
 **What gives way.** Of the layer's places, those whose expert this step does not need any more (or never did),
 the least used first: uses decay (`cpu_worker.expert_waves`). Only where that gives no place, an expert that a
@@ -24,7 +25,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import DiskError, GenerationError, WorkerFailedError
+from shared.errors import GenerationError, WorkerFailedError
 from shared.expert_blobs import BlobLayout, up_to_page
 from shared.native.memory import (
     clock_ns,
@@ -90,18 +91,18 @@ POOL = fields(
     "disk_routes",
     "token_reads",
     "token_read_bytes",
+    "token_failures",
     # Results of the last computation.
     "num_read",
     "wait_ns",
+    "num_lost",
     "failure",  # below
-    "failed_expert",
-    "failed_errno",
 )
 pool_at = reader(POOL)
 _IS_CLOSED, _IS_IN_USE = 0, 8
 
-NO_STAGER, LOST, STOPPED, READ_FAILED = range(1, 5)
-"""Why experts could not be had."""
+NO_STAGER, LOST, STOPPED = range(1, 4)
+"""Why no experts could be had."""
 ASKED, BOOKED = 1, 2
 
 LAYER_BLOBS = fields(
@@ -126,7 +127,7 @@ _PAUSE_S = 1e-3
 def enter(pool_address: int) -> bool:
     """Begins a computation; False where the door is shut. Whoever has entered leaves."""
     pool = pool_at(pool_address)
-    pool.num_read = pool.wait_ns = pool.failure = 0
+    pool.num_read = pool.wait_ns = pool.num_lost = pool.failure = 0
     store_shared(pool_address + _IS_IN_USE, 1)
     fence()
     if load_shared(pool_address + _IS_CLOSED) == 0:
@@ -190,9 +191,9 @@ def begin_step(pool_address: int, num_tokens: int) -> None:
         asked[expert] = 0
     if pool.disk_routes != 0:
         routes, reads = ids_at(pool.disk_routes), ids_at(pool.token_reads)
-        num_bytes = integers_at(pool.token_read_bytes)
+        num_bytes, failures = integers_at(pool.token_read_bytes), ids_at(pool.token_failures)
         for token in range(num_tokens):
-            routes[token] = 0
+            routes[token] = failures[2 * token] = failures[2 * token + 1] = 0
         for i in range(len(PARTS) * num_tokens):
             reads[i] = 0
             num_bytes[i] = 0
@@ -318,16 +319,6 @@ def await_arrival(pool_address: int, arrived: int) -> bool:
 
 
 @jitable
-def fail(blobs_address: int, expert: int) -> None:
-    """Notes that the blob of an expert could not be read, and empties its place."""
-    pool = pool_at(blobs_at(blobs_address).pool)
-    pool.failure = READ_FAILED
-    pool.failed_expert = expert
-    pool.failed_errno = -state_of(blobs_address, expert)
-    _free(blobs_address, expert)
-
-
-@jitable
 def book(blobs_address: int, expert: int, tokens_address: int, count: int) -> None:
     """Books the routes of some tokens to an expert, and its reads on the first of all that chose it."""
     pool = pool_at(blobs_at(blobs_address).pool)
@@ -348,6 +339,21 @@ def book(blobs_address: int, expert: int, tokens_address: int, count: int) -> No
             to, source = len(PARTS) * tokens[0] + part, len(PARTS) * number + part
             ids_at(pool.token_reads)[to] += ids_at(pool.reads)[source]
             integers_at(pool.token_read_bytes)[to] += integers_at(pool.read_bytes)[source]
+
+
+@jitable
+def lose(blobs_address: int, expert: int, tokens_address: int, count: int) -> None:
+    """The blob of an expert could not be read: books that on the tokens that chose it, and empties its
+    place."""
+    pool = pool_at(blobs_at(blobs_address).pool)
+    book(blobs_address, expert, tokens_address, count)
+    pool.num_lost += count
+    if pool.token_failures != 0:
+        tokens, failures = ids_at(tokens_address), ids_at(pool.token_failures)
+        for i in range(count):
+            failures[2 * tokens[i]] = -state_of(blobs_address, expert)
+            failures[2 * tokens[i] + 1] = expert
+    _free(blobs_address, expert)
 
 
 class ExpertPool:
@@ -396,6 +402,11 @@ class ExpertPool:
     def num_read(self) -> int:
         """Blobs that the last computation had to have read."""
         return int(self._pool["num_read"][0])
+
+    @property
+    def num_lost(self) -> int:
+        """Routes that it had to do without, since their experts could not be read."""
+        return int(self._pool["num_lost"][0])
 
     @property
     def wait_ns(self) -> int:
@@ -453,24 +464,18 @@ class ExpertPool:
         self._pool["interrupt"] = server.address + INTERRUPT
 
     def book_into(self, slot: Arrays) -> None:
-        """The next computation books its reads into those arrays of an expert slot."""
+        """The next computation books its reads, and what could not be read, into those arrays of an expert
+        slot."""
         self._pool["disk_routes"] = address_of(slot["disk_routes"])
         self._pool["token_reads"] = address_of(slot["reads"])
         self._pool["token_read_bytes"] = address_of(slot["read_bytes"])
+        self._pool["token_failures"] = address_of(slot["failures"])
 
-    def failure(self, layer: int) -> GenerationError:
-        """Why the experts of a layer could not be had, for a computation that has ended with that."""
-        pool = self._pool[0]
-        match int(pool["failure"]):
-            case code if code == READ_FAILED:
-                return self._read_failure(layer, int(pool["failed_expert"]), int(pool["failed_errno"]))
-            case code if code == STOPPED:
-                return WorkerFailedError("the cpu_worker was asked to stop while it waited for experts")
+    def failure(self) -> GenerationError:
+        """Why no experts could be had, for a computation that has ended with that."""
+        if int(self._pool["failure"][0]) == STOPPED:
+            return WorkerFailedError("the cpu_worker was asked to stop while it waited for experts")
         # A fresh one each time: its traceback has the frames of who raised it.
         return copy.copy(self._lost) or WorkerFailedError(
             "there is no stager to read experts from the disk; it is being restarted, try again soon"
         )
-
-    def _read_failure(self, layer: int, expert: int, number: int) -> GenerationError:
-        files = dict.fromkeys(part.file.path.name for part in self._layout.layers[layer].parts)
-        return DiskError.of(", ".join(files), f"expert {expert} of layer {layer}", number)

@@ -55,7 +55,7 @@ GROUP = fields(
     "up_matrix",
     "x_plane",  # PLANE each
     "h_plane",
-    "down_weights",  # of this expert
+    "down_weights",  # of this expert; 0 where it could not be had, and nothing is added
     "num_routes",
     "expert",
     "is_due",  # 1 until gate_up is under way; only where it may have to be waited for
@@ -199,7 +199,10 @@ def _down(params: int, start: int, stop: int, scratch: int) -> None:
         if number + 1 < wave.num_groups:
             following = group_at(wave.groups + (number + 1) * GROUP_STRIDE)
             _prefetch_begin(following.down_weights + first_byte)
-        call_task(layer.down_task, record, start, stop, scratch)
+        if group.down_weights != 0:
+            call_task(layer.down_task, record, start, stop, scratch)
+        else:
+            _clear(at, group.num_routes * columns)
         at += group.num_routes * columns * 4
     out = wave.out + start * 4
     if wave.is_first != 0:

@@ -36,6 +36,7 @@ SERVICE = fields(
     "disk_routes",
     "reads",
     "read_bytes",
+    "failures",
     "max_tokens",
     "hidden",
     "num_used",
@@ -43,7 +44,7 @@ SERVICE = fields(
     "major_faults",  # of the process, when the slot before was done
 )
 _service_at = reader(SERVICE)
-_LAYER, _NUM_TOKENS, _COMPUTE_NS, _DISK_WAIT_NS, _NUM_READ, _MAJOR_FAULTS, _HAS_FAILED = (
+_LAYER, _NUM_TOKENS, _COMPUTE_NS, _DISK_WAIT_NS, _NUM_READ, _MAJOR_FAULTS, _HAS_FAILED, _NUM_LOST = (
     8 * int(place) for place in ExpertHeader
 )
 
@@ -58,13 +59,14 @@ def _compute_slot(params: int, slot: int, is_done: int, scratch: int) -> None:
     layer_address = load(service.layers + 8 * layer)
     if layer_at(layer_address).hidden != service.hidden:
         return
-    for word in (_NUM_READ, _DISK_WAIT_NS, _MAJOR_FAULTS, _HAS_FAILED):
+    for word in (_NUM_READ, _DISK_WAIT_NS, _MAJOR_FAULTS, _HAS_FAILED, _NUM_LOST):
         store(header + word, 0)
     if service.pool != 0:
         pool = pool_at(service.pool)
         pool.disk_routes = slot + service.disk_routes
         pool.token_reads = slot + service.reads
         pool.token_read_bytes = slot + service.read_bytes
+        pool.token_failures = slot + service.failures
     wide, routes = (num_tokens, service.hidden), (num_tokens, service.num_used)
     result = compute_layer(
         layer_address,
@@ -78,8 +80,11 @@ def _compute_slot(params: int, slot: int, is_done: int, scratch: int) -> None:
     )
     if result < 0 or result > NOT_THERE:
         return
-    store(header + _NUM_READ, pool_at(service.pool).num_read if service.pool != 0 else 0)
-    store(header + _DISK_WAIT_NS, pool_at(service.pool).wait_ns if service.pool != 0 else 0)
+    if service.pool != 0:
+        pool = pool_at(service.pool)
+        store(header + _NUM_READ, pool.num_read)
+        store(header + _DISK_WAIT_NS, pool.wait_ns)
+        store(header + _NUM_LOST, pool.num_lost)
     if result == NOT_THERE:
         store(header + _HAS_FAILED, 1)
         return

@@ -44,9 +44,8 @@ class ExpertService:
         if header[ExpertHeader.HAS_FAILED] and self._pool is not None:
             # Not computed again: what was read would be counted twice, and a slow disk waited for twice.
             header[ExpertHeader.HAS_FAILED] = 0
-            raise self._pool.failure(int(header[ExpertHeader.LAYER]))
-        for place in (ExpertHeader.NUM_READ, ExpertHeader.DISK_WAIT_NS, ExpertHeader.MAJOR_FAULTS):
-            header[place] = 0
+            raise self._pool.failure()
+        header[ExpertHeader.DISK_WAIT_NS :] = 0
         num_tokens = int(header[ExpertHeader.NUM_TOKENS])
         faults = major_faults()
         if self._pool is not None:
@@ -58,8 +57,10 @@ class ExpertService:
             slot["outputs"][:num_tokens],
             self._team,
         )
-        header[ExpertHeader.NUM_READ] = self._pool.num_read if self._pool is not None else 0
-        header[ExpertHeader.DISK_WAIT_NS] = self._pool.wait_ns if self._pool is not None else 0
+        if self._pool is not None:
+            header[ExpertHeader.NUM_READ] = self._pool.num_read
+            header[ExpertHeader.DISK_WAIT_NS] = self._pool.wait_ns
+            header[ExpertHeader.NUM_LOST] = self._pool.num_lost
         header[ExpertHeader.MAJOR_FAULTS] = major_faults() - faults
         header[ExpertHeader.COMPUTE_NS] = time.perf_counter_ns() - started
 

@@ -235,7 +235,7 @@ class Engine:
             clock.started_at = clock.started_at or started
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         ways = self._ways
-        ways.experts.counts.begin()
+        ways.experts.counts.begin([stop for _, _, stop in places(works)])
         faults_before = major_faults()
         waited_before = ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0
         try:
@@ -246,7 +246,9 @@ class Engine:
                 for role, ring in self._rings.items():
                     _log.error("meanwhile the %s %s", role, ring.describe())
             account_failed(works, ways)
-            self._fail(works, error)
+            for work, start, stop in places(works):
+                own = ways.experts.counts.failure(start, stop)
+                self._end_with_failure(work.sequence, own or error)
             return
         except torch.AcceleratorError:
             # A device that has failed once in this way fails every time, until the process is started anew.

@@ -59,6 +59,8 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
         try:
             if ways.ngram is not None:
                 _account_rows(work.sequence, ways.ngram, span.start, span.stop)
+            if (failure := ways.experts.counts.failure(span.start, span.stop)) is not None:
+                raise failure
             if request.logits_path:
                 _append_logits(model, streams[span.start : span.stop], request.logits_path)
         except OSError as error:

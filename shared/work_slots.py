@@ -35,6 +35,8 @@ class ExpertHeader(IntEnum):
     """Of the cpu_worker since the slot before: pages of mapped files that were waited for."""
     HAS_FAILED = 6
     """1 where machine code could not have the experts, and leaves the reason to be worded."""
+    NUM_LOST = 7
+    """Routes to experts whose blobs could not be read; where it is 0, `failures` is not written."""
 
 
 class NgramHeader(IntEnum):
@@ -67,7 +69,8 @@ def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
     Out: `outputs` [tokens, hidden], each token's weighted sum over its experts, in their order. And where
     blobs had to be read: how many of a token's routes led to one of them (`disk_routes`), and the reads of
     gate, up and down that were made (`reads`) and their bytes (`read_bytes`). A blob's reads are those of the
-    first token that chose it.
+    first token that chose it. A token one of whose blobs could not be read has the errno and the expert in
+    `failures`, zeros otherwise; its sum is worth nothing, those of the others are as always.
     """
     routes = (max_tokens, config.num_experts_used)
     return RingShape(
@@ -81,6 +84,7 @@ def expert_ring(config: Qwen4ExpConfig, max_tokens: int) -> RingShape:
             "disk_routes": (np.int32, (max_tokens,)),
             "reads": (np.int32, (max_tokens, len(PARTS))),
             "read_bytes": (np.int64, (max_tokens, len(PARTS))),
+            "failures": (np.int32, (max_tokens, 2)),
         },
     )
 

@@ -480,13 +480,22 @@ class RowReader:
             raise ValueError("windows are to be i32, C-contiguous")
 
 
+class _OnlyReader(RowReader):
+    """The one reader of its table, which is closed with it."""
+
+    def close(self) -> None:
+        super().close()
+        self.table.close()
+
+
 def open_rows(
     model: GGUFModel,
     config: NgramConfig,
     options: TableOptions = DEFAULT_OPTIONS,
     max_tokens: int = MAX_ROWS // 64,
 ) -> RowReader:
-    """A model's table, and a reader of it for one thread, that nobody stages anything for."""
+    """A model's table, and a reader of it for one thread, that nobody stages anything for. Closing the reader
+    closes both."""
     table = NgramTable(model, options)
     queue = ReadQueue(table.depth, table.faults)
-    return RowReader(table, config, queue, max_tokens, is_staging=False)
+    return _OnlyReader(table, config, queue, max_tokens, is_staging=False)

@@ -1,19 +1,29 @@
-"""What the routed experts of a step had to be read for, token by token, added up over its layers.
+"""What had to be read for the routed experts of a step, token by token, added up over its layers; and which
+tokens had to do without one.
 
 The cpu_worker says it in the slot of each layer (`shared.work_slots.expert_ring`). Where layers are computed
 in machine code, that adds it up too (`gpu_worker.native.layer_loop`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.errors import DiskError
 from shared.expert_blobs import expert_tensor
 from shared.gguf.model import GGUFModel
 from shared.native.task import address_of
 from shared.ring import Arrays
 from shared.work_slots import PARTS, ExpertHeader
+
+_TOTALS = [
+    ExpertHeader.NUM_READ,
+    ExpertHeader.DISK_WAIT_NS,
+    ExpertHeader.MAJOR_FAULTS,
+    ExpertHeader.NUM_LOST,
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +55,24 @@ class ExpertCounts:
         self.reads: NDArray[np.int64] = np.zeros((len(files.names), max_tokens), np.int64)
         """For each file and token: the reads that were made for it."""
         self.read_bytes: NDArray[np.int64] = np.zeros_like(self.reads)
-        # Blobs read, nanoseconds waited for them, major faults.
-        self._totals = np.zeros(3, np.int64)
+        # Of each token: errno, layer and expert of the first blob that could not be read; zeros for none.
+        self._failures = np.zeros((max_tokens, 3), np.int32)
+        # Blobs read, nanoseconds waited for them, major faults, routes lost.
+        self._totals = np.zeros(4, np.int64)
+        self._stops: Sequence[int] = ()
         # What machine code is given, in this order.
         self.native = [
             max_tokens,
             *(
                 address_of(array)
-                for array in (files.index, self.disk_routes, self.reads, self.read_bytes, self._totals)
+                for array in (
+                    files.index,
+                    self.disk_routes,
+                    self.reads,
+                    self.read_bytes,
+                    self._failures,
+                    self._totals,
+                )
             ),
         ]
 
@@ -71,8 +91,11 @@ class ExpertCounts:
         """Of the cpu_worker."""
         return int(self._totals[2])
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, stops: Sequence[int]) -> None:
+        """A step begins, of sequences whose last tokens come before those places."""
+        self._stops = stops
+        if self._totals[3]:
+            self._failures[:] = 0
         if self.num_read:
             self.disk_routes[:], self.reads[:], self.read_bytes[:] = 0, 0, 0
         self._totals[:] = 0
@@ -80,12 +103,35 @@ class ExpertCounts:
     def add(self, slot: Arrays) -> None:
         """Adds what a slot says that has been served."""
         header = slot["header"]
-        places = [ExpertHeader.NUM_READ, ExpertHeader.DISK_WAIT_NS, ExpertHeader.MAJOR_FAULTS]
-        self._totals += header[places]
+        self._totals += header[_TOTALS]
+        num_tokens, layer = header[ExpertHeader.NUM_TOKENS], header[ExpertHeader.LAYER]
+        if header[ExpertHeader.NUM_LOST]:
+            failures, found = self._failures[:num_tokens], slot["failures"][:num_tokens]
+            is_first = (failures[:, 0] == 0) & (found[:, 0] != 0)
+            failures[is_first] = np.insert(found[is_first], 1, layer, axis=1)
         if not header[ExpertHeader.NUM_READ]:
             return
-        num_tokens, layer = header[ExpertHeader.NUM_TOKENS], header[ExpertHeader.LAYER]
         self.disk_routes[:num_tokens] += slot["disk_routes"][:num_tokens]
         for part, file in enumerate(self.files.index[layer]):
             self.reads[file, :num_tokens] += slot["reads"][:num_tokens, part]
             self.read_bytes[file, :num_tokens] += slot["read_bytes"][:num_tokens, part]
+
+    def failure(self, start: int, stop: int) -> DiskError | None:
+        """Why the sequence whose tokens are those of the step cannot go on; None where it can."""
+        if not self._totals[3]:
+            return None
+        for number, layer, expert in self._failures[start:stop].tolist():
+            if number:
+                names = dict.fromkeys(self.files.names[file] for file in self.files.index[layer])
+                return DiskError.of(", ".join(names), f"expert {expert} of layer {layer}", number)
+        return None
+
+    def check(self) -> None:
+        """Raises DiskError where no sequence of the step can go on."""
+        if not self._totals[3]:
+            return
+        failures = [
+            self.failure(start, stop) for start, stop in zip((0, *self._stops), self._stops, strict=False)
+        ]
+        if failures[0] is not None and None not in failures:
+            raise failures[0]

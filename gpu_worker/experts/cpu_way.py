@@ -44,7 +44,7 @@ class _Views(NamedTuple):
 
 SLOT_ARRAYS = (
     *("header", "activations", "expert_ids", "expert_weights", "outputs"),
-    *("disk_routes", "reads", "read_bytes"),
+    *("disk_routes", "reads", "read_bytes", "failures"),
 )
 
 
@@ -90,7 +90,8 @@ class CpuExperts:
     def collect(self, ticket: int) -> Tensor:
         """The weighted sums [tokens, hidden], a view that is valid until the slot is next filled.
 
-        Raises WorkerFailedError, StepStalledError or SlotError.
+        Raises WorkerFailedError, StepStalledError or SlotError; DiskError where, for want of experts, no
+        sequence of the step can go on (`ExpertCounts`).
         """
         started = time.perf_counter()
         try:
@@ -100,6 +101,7 @@ class CpuExperts:
             if self._ring.is_done(ticket):
                 # What was read for it is counted too where it has failed.
                 self.counts.add(self._ring.slot(ticket))
+        self.counts.check()
         outputs = self._views_of(slot, self._num_tokens).outputs
         return outputs if self._is_on_cpu else outputs.to(self._device)
 

@@ -5,7 +5,8 @@ shared expert; the wait for the slot's outputs, whose address goes into the reco
 back to Python for each of that took longer than the layers of the demo model.
 
 N-gram features are collected from the stager's ring on the way. Python takes over between two layers where
-blocks have to be chosen, and where a wait has ended without a result: it knows what to raise then.
+blocks have to be chosen, where a wait has ended without a result, and where tokens have lost an expert: it
+knows what to raise then.
 """
 
 import functools
@@ -68,7 +69,8 @@ STEP = fields(
     "disk_routes",  # i32 [max_tokens]
     "file_reads",  # i64 [files, max_tokens]
     "file_read_bytes",  # i64 [files, max_tokens]
-    "totals",  # i64 [3]
+    "token_failures",  # i32 [max_tokens, 3]
+    "totals",  # i64 [4]
     # The stager's ring, where the features of its slots begin, how long it is waited for
     # (`StagedFeatures.native_way`), and the ticket of the step.
     "ngram_ring",
@@ -79,6 +81,7 @@ STEP = fields(
     # Written by native code.
     "outputs",  # of the last layer that was computed
     "ticket",  # that was last waited for
+    "layer",  # that it was for
     "waited_ns",  # for outputs
     "ngram_waited_ns",
 )
@@ -87,11 +90,12 @@ _PLACES = {name: place for place, name in enumerate(STEP.names or ())}
 _NUM_TOKENS_AT, _WAY, _NGRAM_WAY = _PLACES["num_tokens"], _PLACES["ring"], _PLACES["ngram_ring"]
 _NGRAM_TICKET, _NGRAM_WAITED_NS = _PLACES["ngram_ticket"], _PLACES["ngram_waited_ns"]
 _OUTPUTS, _TICKET, _WAITED_NS = _PLACES["outputs"], _PLACES["ticket"], _PLACES["waited_ns"]
-_DONE, _EXPERTS_FAILED, _NGRAM_FAILED = range(3)
+_LAYER = _PLACES["layer"]
+_DONE, _EXPERTS_FAILED, _EXPERTS_LOST, _NGRAM_FAILED = range(4)
 _layer_at = reader(LAYER)
 _step_at = reader(STEP)
-_NUM_READ, _DISK_WAIT_NS, _MAJOR_FAULTS = (
-    int(place) for place in (ExpertHeader.NUM_READ, ExpertHeader.DISK_WAIT_NS, ExpertHeader.MAJOR_FAULTS)
+_NUM_READ, _DISK_WAIT_NS, _MAJOR_FAULTS, _NUM_LOST = (
+    int(ExpertHeader[name]) for name in ("NUM_READ", "DISK_WAIT_NS", "MAJOR_FAULTS", "NUM_LOST")
 )
 _LAYER_NUMBER, _NUM_TOKENS = (8 * int(place) for place in (ExpertHeader.LAYER, ExpertHeader.NUM_TOKENS))
 
@@ -100,6 +104,7 @@ _LAYER_NUMBER, _NUM_TOKENS = (8 * int(place) for place in (ExpertHeader.LAYER, E
 def _hand_over(step_address: int, layer: int) -> bool:
     """Fills the next slot; whether it is under way."""
     step = _step_at(step_address)
+    step.layer = layer
     ring, num_tokens = step.ring, step.num_tokens
     number = load(load(ring + SUBMITTED))
     # Normally the slot is free. After a step that failed half-way the server may still be busy with it.
@@ -134,7 +139,19 @@ def _is_served(ring: int, ticket: int, patience_ns: int) -> bool:
 
 
 @jitable
-def _count(step_address: int, layer: int) -> None:
+def _note_lost(step_address: int, slot: int) -> None:
+    """Keeps which tokens have lost an expert, for those that have not lost one before."""
+    step = _step_at(step_address)
+    failures, to_failures = ids_at(slot + step.slot_failures), ids_at(step.token_failures)
+    for token in range(step.num_tokens):
+        if failures[2 * token] != 0 and to_failures[3 * token] == 0:
+            to_failures[3 * token] = failures[2 * token]
+            to_failures[3 * token + 1] = step.layer
+            to_failures[3 * token + 2] = failures[2 * token + 1]
+
+
+@jitable
+def _count(step_address: int) -> None:
     """Adds up what the slot of the ticket says of reads, as `ExpertCounts.add` does."""
     step = _step_at(step_address)
     slot = slot_of(step.ring, step.ticket)
@@ -142,12 +159,15 @@ def _count(step_address: int, layer: int) -> None:
     totals[0] += header[_NUM_READ]
     totals[1] += header[_DISK_WAIT_NS]
     totals[2] += header[_MAJOR_FAULTS]
+    totals[3] += header[_NUM_LOST]
+    if header[_NUM_LOST] != 0:
+        _note_lost(step_address, slot)
     if header[_NUM_READ] == 0:
         return
     routes, to_routes = ids_at(slot + step.slot_disk_routes), ids_at(step.disk_routes)
     reads, to_reads = ids_at(slot + step.slot_reads), integers_at(step.file_reads)
     num_bytes, to_num_bytes = integers_at(slot + step.slot_read_bytes), integers_at(step.file_read_bytes)
-    files = integers_at(step.file_index + 8 * len(PARTS) * layer)
+    files = integers_at(step.file_index + 8 * len(PARTS) * step.layer)
     for token in range(step.num_tokens):
         to_routes[token] += routes[token]
         for part in range(len(PARTS)):
@@ -157,8 +177,9 @@ def _count(step_address: int, layer: int) -> None:
 
 
 @jitable
-def _collect(step_address: int, layer: int) -> bool:
-    """Waits for the outputs of the ticket, which are a layer's; whether they are there."""
+def _collect(step_address: int) -> int:
+    """Waits for the outputs of the ticket: _DONE where they are there, though maybe not for all tokens
+    (_EXPERTS_LOST)."""
     step = _step_at(step_address)
     started = clock_ns()
     is_served = _is_served(step.ring, step.ticket, step.timeout_ns)
@@ -167,8 +188,11 @@ def _collect(step_address: int, layer: int) -> bool:
         step.outputs = slot_of(step.ring, step.ticket) + step.slot_outputs
     if load_shared(load(step.ring + COMPLETED)) > step.ticket:
         # What was read for it is counted too where it has failed.
-        _count(step_address, layer)
-    return is_served
+        _count(step_address)
+    if not is_served:
+        return _EXPERTS_FAILED
+    slot = slot_of(step.ring, step.ticket)
+    return _DONE if integers_at(slot + step.slot_header)[_NUM_LOST] == 0 else _EXPERTS_LOST
 
 
 @jitable
@@ -209,8 +233,9 @@ def _run_layers(step_address: int, start: int, stop: int) -> int:
             layer.shared_num_units,
             layer.shared_cost_ns,
         )
-        if not _collect(step_address, number):
-            return _EXPERTS_FAILED
+        end = _collect(step_address)
+        if end != _DONE:
+            return end
     return _DONE
 
 
@@ -281,15 +306,21 @@ class LayerLoop:
     def run(self, start: int, stop: int, experts: CpuExperts, ngram: StagedFeatures | None) -> None:
         """Computes layers. Raises as `CpuExperts.collect` and `StagedFeatures.collect` do."""
         words = self._words
-        words[_WAITED_NS] = words[_NGRAM_WAITED_NS] = 0
-        end = self._run(self._address, start, stop)
-        experts.waited_s += words[_WAITED_NS] * 1e-9
-        if ngram is not None:
-            ngram.waited_s += words[_NGRAM_WAITED_NS] * 1e-9
-            if end == _NGRAM_FAILED:
-                raise ngram.failure()
-        if end == _EXPERTS_FAILED:
-            raise experts.failure(words[_TICKET])
+        end = _EXPERTS_LOST
+        while end == _EXPERTS_LOST:
+            words[_WAITED_NS] = words[_NGRAM_WAITED_NS] = 0
+            end = self._run(self._address, start, stop)
+            experts.waited_s += words[_WAITED_NS] * 1e-9
+            if ngram is not None:
+                ngram.waited_s += words[_NGRAM_WAITED_NS] * 1e-9
+                if end == _NGRAM_FAILED:
+                    raise ngram.failure()
+            if end == _EXPERTS_FAILED:
+                raise experts.failure(words[_TICKET])
+            if end == _EXPERTS_LOST:
+                # Sequences that lack none go on, if there are any.
+                experts.counts.check()
+                start = words[_LAYER] + 1
 
 
 def _described(program: Program) -> tuple[int, int, int, int]:

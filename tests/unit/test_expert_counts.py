@@ -1,6 +1,8 @@
 """Which way routes went and what was read for whom, from the slots of the cpu_worker to the end of a
 request."""
 
+import re
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +13,9 @@ import torch
 
 from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
 from gpu_worker.sequence import Clock
-from shared.messages import RequestFinished, RequestTimings
-from tests.support.running_engine import RunningEngine, running_engine
+from shared.messages import RequestFailed, RequestFinished, RequestTimings
+from shared.native.records import Record
+from tests.support.running_engine import TIMEOUT_S, Answer, RunningEngine, running_engine
 from tests.support.tiny_model import NUM_LAYERS, tiny_model
 
 pytestmark = pytest.mark.timeout(60, method="thread")
@@ -108,6 +111,46 @@ def test_a_failed_step_leaves_nothing_behind(parts: list[Path]) -> None:
             assert sum(reads.num_reads for reads in ours.disk) <= reader.num_reads - before
 
 
+def test_a_bad_expert_ends_only_those_who_need_it(running: RunningEngine) -> None:
+    """Of two requests whose steps are the same ones. Whoever goes on says what it always says, whoever does
+    not is told the file and the reason, and all that was read for either is accounted for."""
+    assert running.pooled is not None
+    reader, offsets, bad = running.pooled.reader, set[int](), [-1]
+
+    def spoil(reads: Record) -> None:
+        offsets.update(reads["offset"].tolist())
+        reads["file"][reads["offset"] == bad[0]] = 9999
+
+    def ask(turn: int) -> dict[str, Answer]:
+        # Held up by a third one, so that both begin in one step.
+        is_held = threading.Event()
+        reader.before = lambda reads: (is_held.wait(TIMEOUT_S), spoil(reads))[1]
+        for name, prompt in {"first": [1], **PROMPTS}.items():
+            running.ask(f"{name} {turn}", prompt, 1 if name == "first" else NUM_NEW)
+        is_held.set()
+        running.wait_idle()
+        return {name: running.answer(f"{name} {turn}") for name in ("first", *PROMPTS)}
+
+    said = {name: answer.token_ids for name, answer in ask(0).items()}
+    num_apart = 0
+    for turn, bad[0] in enumerate(sorted(offsets), 1):
+        before = reader.num_reads, reader.num_bytes
+        found = ask(turn)
+        disk = [reads for answer in found.values() for reads in answer.end.timings.disk]  # type: ignore[union-attr]
+        assert sum(reads.num_reads for reads in disk) == reader.num_reads - before[0]
+        assert sum(reads.num_bytes for reads in disk) == reader.num_bytes - before[1]
+        for name, answer in found.items():
+            if isinstance(answer.end, RequestFailed):
+                assert answer.end.code == "disk_error"
+                words = r"expert \d of layer \d could not be read from tiny-0000[12].*: Bad file descriptor; "
+                assert re.match(words, answer.end.reason), answer.end.reason
+                assert said[name][: len(answer.token_ids)] == answer.token_ids
+            else:
+                assert answer.token_ids == said[name]
+        num_apart += isinstance(found["a"].end, RequestFailed) != isinstance(found["b"].end, RequestFailed)
+    assert num_apart
+
+
 def test_a_wait_is_divided_by_bytes() -> None:
     """Between the files that were read, and in full for each request of the step; none for a file without."""
     files = ExpertFiles(("x", "y", "z"), np.zeros((1, 3), np.int64))
@@ -115,7 +158,7 @@ def test_a_wait_is_divided_by_bytes() -> None:
     counts.read_bytes[0, 0], counts.read_bytes[1, 2] = 300, 100
     counts.reads[0, 0], counts.reads[1, 2] = 3, 1
     counts.disk_routes[:3] = 1
-    counts._totals[:] = 4, 8_000_000_000, 5
+    counts._totals[:] = 4, 8_000_000_000, 5, 0
     clock = Clock(arrived_at=0.0)
     clock.add_experts(counts, 0, 2, 10)
     clock.add_experts(counts, 0, 2, 10)
@@ -125,5 +168,5 @@ def test_a_wait_is_divided_by_bytes() -> None:
         ("y", 0, 0, 4.0),
     ]
     assert (timings.routes.ram, timings.routes.disk, timings.major_faults) == (36, 4, 10)
-    counts.begin()
+    counts.begin([4])
     assert counts.num_read == counts.wait_s == counts.major_faults == counts.read_bytes.sum() == 0
