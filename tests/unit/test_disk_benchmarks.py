@@ -16,11 +16,13 @@ from benchmarks.block_device import DiskCounts, device_number, disk_counts, read
 from benchmarks.cgroups import CgroupError, MemoryGroup, SlowDisk, cgroup_version
 from benchmarks.cold_runs import ColdRun, DecodeRun, Results, claims, decode_claims, delay_claims
 from benchmarks.disk_limit import random_reads_per_s
+from benchmarks.foresight import guesses, replay
 from benchmarks.ngram_pages import find_table, touch_mapped
 from benchmarks.page_cache import drop_pages, mapped_ranges, read_range, resident_pages, resident_share
 from benchmarks.processes import ReadWatch, disk_read_bytes
 from benchmarks.slices import write_slice
 from benchmarks.timings import row_reads
+from shared.demo_model import DEMO_MODEL_PATH
 from shared.gguf.model import GGUFModel
 from tests.support.tiny_slice import TINY_SLICE
 
@@ -356,3 +358,23 @@ def test_claims_about_little_memory() -> None:
     assert found["strata_mb_per_token"] == pytest.approx(50)
     assert found["llama_cpp_oom_kills"] == 0
     assert "decode_ratio" not in low_memory.claims({"strata": [measured(3.0, 1)], "llama_cpp": []})
+
+
+def test_a_guess_is_worth_what_it_saves() -> None:
+    """Of three tokens with two experts each, and two places: what is in the pool need not be guessed."""
+    chosen = np.array([[0, 1], [0, 2], [3, 4]], np.int32)
+    scores = np.zeros((3, 8), np.float32)
+    for token, guessed in enumerate(([0, 5], [0, 2], [0, 3])):
+        scores[token, guessed] = 1
+    found = replay(scores, chosen, num_guessed=2, num_places=2)
+    assert found.recall == pytest.approx(4 / 6)
+    # Not in the pool: 0 and 1, then 2, then 3 and 4. Guessed beyond it: 0 and 5, then 2, then 3.
+    assert (found.foreseen, found.right, found.reads) == pytest.approx((3 / 5, 3 / 4, 6 / 5))
+
+
+def test_routers_of_the_demo_model_know_something() -> None:
+    """More than chance would: 4 of 64 experts, or 8."""
+    found = guesses(DEMO_MODEL_PATH, ["A spoon is used to"], 8)
+    assert all(len(layers) == 3 for layers in found.values())
+    assert all(guess.recall > 0.2 for guess in found[""])
+    assert all(wide.recall >= guess.recall for guess, wide in zip(found[""], found["_wide"], strict=True))
