@@ -2,8 +2,10 @@
 hold and fill the pool, and nothing left behind."""
 
 import random
+import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from shared.demo_model import DEMO_MODEL_PATH
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
-from tests.support.stack import Stack, serving, stack_files, wait_for
+from tests.support.stack import Answer, Stack, serving, stack_files, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -88,6 +90,40 @@ def test_every_route_and_every_byte_is_accounted_for(stack: Stack) -> None:
         assert sum(way["share"] for way in routes.values()) == pytest.approx(1, abs=1e-5)
         assert routes["disk"]["n"] > 0
         assert timings["disk_bytes_n"] == read_bytes(stack.pid("stager")) - before
+
+
+def test_bad_experts_end_only_answers_that_need_them() -> None:
+    """Of four that are computed together on a disk that fails now and then. Whoever is answered is answered
+    as always, whoever is not is told which expert and why; what was read for both is accounted for."""
+    bodies = [
+        {"prompt": f"A {noun} is used to", "max_tokens": 6, "temperature": 0}
+        for noun in ("spoon", "ladder", "pen", "boat")
+    ]
+
+    def all_at_once(stack: Stack) -> list[Answer]:
+        with ThreadPoolExecutor(len(bodies)) as threads:
+            return list(threads.map(lambda body: stack.post("/v1/completions", body), bodies))
+
+    with serving("--experts", "mapped") as stack:
+        expected = [answered.json["choices"][0]["text"] for answered in all_at_once(stack)]
+    with serving(*BUDGET, "--io-fail-every", "100") as stack:
+        num_failed = num_answered = 0
+        before = read_bytes(stack.pid("stager"))
+        while num_failed == 0 or num_answered == 0:
+            for answered, text in zip(all_at_once(stack), expected, strict=True):
+                if answered.status == 200:
+                    num_answered += 1
+                    assert answered.json["choices"][0]["text"] == text
+                else:
+                    num_failed += 1
+                    assert (answered.status, answered.error["code"]) == (503, "disk_error")
+                    words = r"expert \d+ of layer \d could not be read from strata-demo.gguf: Input/output"
+                    assert re.match(words, answered.error["message"])
+        metrics = stack.request("GET", "/metrics").body.decode()
+        told = re.findall(r"^strata_disk_read_bytes_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+        num_bytes = sum(map(float, told))
+        # A read that was made to fail was read all the same.
+        assert num_bytes <= read_bytes(stack.pid("stager")) - before <= 1.05 * num_bytes
 
 
 def read_bytes(pid: int) -> int:
