@@ -8,12 +8,15 @@ Where a blob cannot be read, the others are computed all the same: tokens that d
 their sums.
 """
 
+import errno
+
 from cpu_worker.expert_pool import (
     ask,
     await_arrival,
     begin_step,
     blobs_at,
     book,
+    give_up,
     lose,
     need,
     pool_at,
@@ -35,6 +38,8 @@ from shared.native.memory import integers_at, load_shared
 from shared.native.team import num_threads
 from shared.quants.jit import jitable
 from shared.work_slots import THERE
+
+_CANCELED = -errno.ECANCELED
 
 
 @jitable
@@ -77,7 +82,7 @@ def _enter_arrived(
     memory: int, layer_address: int, number: int, entry: int, step: int, threads: int
 ) -> tuple[int, float, int]:
     """gate_up of those groups of a wave whose experts have come since; returns also how many groups are still
-    due. Those whose experts will not come are left out."""
+    due, -1 where the stager is ending. Those whose experts cannot be read are left out."""
     address = plan_at(memory).waves + number * WAVE_STRIDE
     wave, layer = wave_at(address), layer_at(layer_address)
     wave_ns = 2 * layer.width * groups_row_ns(address, layer.hidden)
@@ -89,6 +94,9 @@ def _enter_arrived(
         if group.is_due == 0:
             continue
         state = state_of(layer.blobs, group.expert)
+        if state == _CANCELED:
+            give_up(layer.blobs)
+            return entry, cost_ns, -1
         if state < 0:
             lose(layer.blobs, group.expert, of_group, group.num_routes)
             group.is_due = 0
@@ -123,6 +131,8 @@ def _run_wave(memory: int, layer_address: int, team: int, number: int) -> bool:
         before = entry
         entry, ns, num_due = _enter_arrived(memory, layer_address, number, entry, 2, threads)
         cost_ns += ns
+        if num_due < 0:
+            return False
         has_come = entry != before
         if num_due == 0:
             entry, ns = enter_down(memory, layer_address, number, entry, 3, threads)

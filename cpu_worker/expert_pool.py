@@ -264,7 +264,8 @@ def ask(blobs_address: int, uses_address: int, expert: int, wave: int, is_needed
     blobs = blobs_at(blobs_address)
     pool = pool_at(blobs.pool)
     if _place_number(blobs_address, expert) >= 0:
-        if state_of(blobs_address, expert) >= 0:
+        # One that was read in vain for this step is not tried again before its wave has found that out.
+        if state_of(blobs_address, expert) >= 0 or ids_at(pool.asked)[expert] == ASKED:
             return True
         _free(blobs_address, expert)
     while True:
@@ -301,11 +302,13 @@ def await_arrival(pool_address: int, arrived: int) -> bool:
     started = clock_ns()
     status = load(pool.ring + STATUS)
     while True:
+        # In this order: what has arrived is in the progress that is passed on.
+        has_arrived = load_shared(pool.arrived) != arrived
         progress = load_shared(status + PROGRESS)
         store_shared(pool.status + OUTSTANDING, load_shared(status + OUTSTANDING))
         store_shared(pool.status + PROGRESS, load(pool.status + PROGRESS) + progress - pool.forwarded)
         pool.forwarded = progress
-        if load_shared(pool.arrived) != arrived:
+        if has_arrived:
             break
         if load_shared(pool.ring + INTERRUPT) != 0:
             pool.failure = LOST
@@ -339,6 +342,12 @@ def book(blobs_address: int, expert: int, tokens_address: int, count: int) -> No
             to, source = len(PARTS) * tokens[0] + part, len(PARTS) * number + part
             ids_at(pool.token_reads)[to] += ids_at(pool.reads)[source]
             integers_at(pool.token_read_bytes)[to] += integers_at(pool.read_bytes)[source]
+
+
+@jitable
+def give_up(blobs_address: int) -> None:
+    """The stager ends, and has left what it was asked for."""
+    pool_at(blobs_at(blobs_address).pool).failure = LOST
 
 
 @jitable

@@ -76,6 +76,30 @@ class Stop:
 Command = GenerateRequest | AbortRequest | AttachRing | DetachRing | AbortAll | Stop
 
 
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """What steps have waited for since the start, in seconds, and the faults of this process."""
+
+    experts_s: float
+    ngram_s: float
+    major_faults: int
+
+    @classmethod
+    def of(cls, ways: Ways) -> "_Waits":
+        """As it is now."""
+        return cls(
+            ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0, major_faults()
+        )
+
+    def book_since(self, before: "_Waits", works: list[Work]) -> None:
+        """Books what a step has waited for on its requests, in full for each, also where it has failed."""
+        for work in works:
+            clock = work.sequence.clock
+            clock.expert_wait_s += self.experts_s - before.experts_s
+            clock.ngram_wait_s += self.ngram_s - before.ngram_s
+            clock.major_faults += self.major_faults - before.major_faults
+
+
 class Engine:
     """The thread and its queue of commands."""
 
@@ -236,8 +260,7 @@ class Engine:
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         ways = self._ways
         ways.experts.counts.begin([stop for _, _, stop in places(works)])
-        faults_before = major_faults()
-        waited_before = ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0
+        before = _Waits.of(ways)
         try:
             result = compute(self._model, works, ways, self._torch_device)
         except GenerationError as error:
@@ -245,6 +268,7 @@ class Engine:
             if isinstance(error, StepStalledError):
                 for role, ring in self._rings.items():
                     _log.error("meanwhile the %s %s", role, ring.describe())
+            _Waits.of(ways).book_since(before, works)
             account_failed(works, ways)
             for work, start, stop in places(works):
                 own = ways.experts.counts.failure(start, stop)
@@ -263,16 +287,13 @@ class Engine:
             self._fail(works, GenerationError("an internal error; the server's log has the details"))
             return
         self.num_steps += 1
-        expert_wait_s = ways.experts.waited_s - waited_before[0]
-        ngram_wait_s = (ways.ngram.waited_s if ways.ngram is not None else 0.0) - waited_before[1]
-        faults = major_faults() - faults_before
+        after = _Waits.of(ways)
+        after.book_since(before, works)
+        ngram_wait_s = after.ngram_s - before.ngram_s
         config = self._model.config
         for work, start, stop in places(works):
-            clock = work.sequence.clock
-            clock.expert_wait_s += expert_wait_s
-            clock.ngram_wait_s += ngram_wait_s
-            clock.major_faults += faults
-            clock.add_experts(ways.experts.counts, start, stop, config.num_layers * config.num_experts_used)
+            routes_per_token = config.num_layers * config.num_experts_used
+            work.sequence.clock.add_experts(ways.experts.counts, start, stop, routes_per_token)
         if num_prefilled:
             self._scheduler.chunk.note(num_prefilled, ngram_wait_s)
         for sequence, failure in result.failures:

@@ -57,16 +57,16 @@ class Clock:
         self.major_faults += counts.major_faults
         if not counts.num_read:
             return
-        bytes_of_files = counts.read_bytes.sum(axis=1)
+        # Where no read has brought anything, they still took their time.
+        weights = (counts.read_bytes if counts.read_bytes.any() else counts.reads).sum(axis=1)
         for place, name in enumerate(counts.files.names):
-            if share := bytes_of_files[place] / max(1, bytes_of_files.sum()):
-                self.add_reads(
-                    name,
-                    int(counts.reads[place, start:stop].sum()),
-                    int(counts.read_bytes[place, start:stop].sum()),
-                    # In full for each request of the step, as all times are.
-                    counts.wait_s * float(share),
-                )
+            self.add_reads(
+                name,
+                int(counts.reads[place, start:stop].sum()),
+                int(counts.read_bytes[place, start:stop].sum()),
+                # In full for each request of the step, as all times are.
+                counts.wait_s * float(weights[place] / max(1, weights.sum())),
+            )
 
     def timings(self, now: float) -> RequestTimings:
         """The request's time until `now`, divided into its phases."""

@@ -1,6 +1,7 @@
 """Computes one step: gathers its tokens, asks for their n-gram rows, runs the model."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -17,7 +18,7 @@ from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.ngram_way import StagedFeatures
 from gpu_worker.scheduler import Work
 from gpu_worker.sequence import Sequence
-from shared.errors import DiskError, GenerationError
+from shared.errors import DiskError, GenerationError, WorkerFailedError
 
 # Logits of so many positions are made at once where a request wants them for its whole prompt.
 _LOGIT_ROWS = 64
@@ -66,7 +67,7 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
         except OSError as error:
             failures.append((work.sequence, GenerationError(f"the logits cannot be written: {error}")))
             continue
-        except DiskError as error:
+        except GenerationError as error:
             failures.append((work.sequence, error))
             continue
         if work.reaches_end and request.max_new_tokens:
@@ -93,15 +94,15 @@ def account_failed(works: Items[Work], ways: Ways) -> None:
     for work, start, stop in places(works):
         work.sequence.clock.add_expert_reads(ways.experts.counts, start, stop)
         if ways.ngram is not None and ways.ngram.has_come:
-            with contextlib.suppress(DiskError):
+            with contextlib.suppress(GenerationError):
                 _account_rows(work.sequence, ways.ngram, start, stop)
 
 
 def _account_rows(sequence: Sequence, ngram: StagedFeatures, start: int, stop: int) -> None:
     """Books n-gram rows of the step's tokens `start` to `stop` on the request whose they are.
 
-    Raises DiskError where some were not read: what was computed without them is worth nothing, but others of
-    the step do not need them.
+    Raises DiskError where some were not read, WorkerFailedError where the stager has left it: what was
+    computed without them is worth nothing, but others of the step do not need them.
     """
     reads = ngram.reads(start, stop)
     clock = sequence.clock
@@ -109,6 +110,8 @@ def _account_rows(sequence: Sequence, ngram: StagedFeatures, start: int, stop: i
     clock.ngram_hits += reads.num_hits
     clock.ngram_read_s += ngram.read_s
     clock.add_reads(ngram.file, reads.num_reads, reads.num_bytes, ngram.disk_wait_s)
+    if reads.error_number == errno.ECANCELED:
+        raise WorkerFailedError("the stager was asked to stop while it read rows of the n-gram table")
     if reads.error_number:
         raise DiskError.of(ngram.file, "rows of the n-gram table", reads.error_number)
 

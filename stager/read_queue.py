@@ -178,11 +178,12 @@ def _finish(queue_address: int, number: int, on_read: int, params: int) -> int:
     read.result = result
     queue.num_failures += 1 if result < 0 else 0
     address = read.address if read.address != 0 else queue.buffers + number * BUFFER_BYTES
+    # Before anybody is told: who is woken by that passes the progress on.
+    store_shared(queue.status + PROGRESS, load_shared(queue.status + PROGRESS) + 1)
     call_task(on_read, params, slot.read, address, 0)
     _account(queue_address, clock_ns())
     integers_at(queue.free)[queue.num_free] = number
     queue.num_free += 1
-    store_shared(queue.status + PROGRESS, load_shared(queue.status + PROGRESS) + 1)
     return 1
 
 

@@ -7,6 +7,7 @@ in machine code, that adds it up too (`gpu_worker.native.layer_loop`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,8 +131,11 @@ class ExpertCounts:
         """Raises DiskError where no sequence of the step can go on."""
         if not self._totals[3]:
             return
-        failures = [
-            self.failure(start, stop) for start, stop in zip((0, *self._stops), self._stops, strict=False)
-        ]
-        if failures[0] is not None and None not in failures:
-            raise failures[0]
+        first: DiskError | None = None
+        for start, stop in pairwise((0, *self._stops)):
+            failure = self.failure(start, stop)
+            if failure is None:
+                return
+            first = first or failure
+        if first is not None:
+            raise first

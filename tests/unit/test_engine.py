@@ -1,5 +1,6 @@
 """What the engine answers to requests, aborts, failures and lost workers, with a real model of a megabyte."""
 
+import errno
 import gc
 import threading
 import time
@@ -208,6 +209,30 @@ def test_gateway_lost(path: Path, alone: Callable[[list[int], int], list[int]]) 
         running.ask("c", SHORT, 4)
         assert running.answer("c").token_ids == alone(SHORT, 4)
         assert running.engine.num_waiting == running.engine.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [
+        (errno.EIO, "disk_error", "rows of the n-gram table could not be read from tiny.gguf: Input/output"),
+        (errno.ECANCELED, "worker_failed", "the stager was asked to stop while it read rows"),
+    ],
+)
+def test_rows_that_were_not_read(path: Path, number: int, code: str, reason: str) -> None:
+    """By a bad disk, or since the stager was ending: only one of them is the disk's fault."""
+    with running_engine(path) as running:
+        shape, serve, native = running._work[Role.STAGER]
+
+        def fail(slot: Arrays) -> None:
+            serve(slot)
+            slot["failures"][1] = number
+
+        running.lose(Role.STAGER)
+        running._work[Role.STAGER] = shape, fail, native
+        running.attach(Role.STAGER)
+        running.ask("a", SHORT)
+        assert failure(running.answer("a")).code == code
+        assert failure(running.answer("a")).reason.startswith(reason)
 
 
 @pytest.mark.parametrize("role", [Role.CPU_WORKER, Role.STAGER])

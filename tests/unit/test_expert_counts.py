@@ -1,6 +1,7 @@
 """Which way routes went and what was read for whom, from the slots of the cpu_worker to the end of a
 request."""
 
+import errno
 import re
 import threading
 from collections.abc import Iterator
@@ -13,8 +14,11 @@ import torch
 
 from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
 from gpu_worker.sequence import Clock
+from shared.errors import DiskError
 from shared.messages import RequestFailed, RequestFinished, RequestTimings
 from shared.native.records import Record
+from shared.ring import Arrays
+from shared.work_slots import ExpertHeader
 from tests.support.running_engine import TIMEOUT_S, Answer, RunningEngine, running_engine
 from tests.support.tiny_model import NUM_LAYERS, tiny_model
 
@@ -112,7 +116,7 @@ def test_a_failed_step_leaves_nothing_behind(parts: list[Path]) -> None:
 
 
 def test_a_bad_expert_ends_only_those_who_need_it(running: RunningEngine) -> None:
-    """Of two requests whose steps are the same ones. Whoever goes on says what it always says, whoever does
+    """Of two requests that share steps. Whoever goes on says what it always says, whoever does
     not is told the file and the reason, and all that was read for either is accounted for."""
     assert running.pooled is not None
     reader, offsets, bad = running.pooled.reader, set[int](), [-1]
@@ -122,7 +126,7 @@ def test_a_bad_expert_ends_only_those_who_need_it(running: RunningEngine) -> Non
         reads["file"][reads["offset"] == bad[0]] = 9999
 
     def ask(turn: int) -> dict[str, Answer]:
-        # Held up by a third one, so that both begin in one step.
+        # Held up by a third one, so that both are there when the first begins.
         is_held = threading.Event()
         reader.before = lambda reads: (is_held.wait(TIMEOUT_S), spoil(reads))[1]
         for name, prompt in {"first": [1], **PROMPTS}.items():
@@ -149,6 +153,105 @@ def test_a_bad_expert_ends_only_those_who_need_it(running: RunningEngine) -> Non
                 assert answer.token_ids == said[name]
         num_apart += isinstance(found["a"].end, RequestFailed) != isinstance(found["b"].end, RequestFailed)
     assert num_apart
+
+
+def lost_slot(num_tokens: int, layer: int, failures: dict[int, tuple[int, int]]) -> Arrays:
+    """A served slot that says which tokens have lost which expert, and why."""
+    slot = {"header": np.zeros(8, np.int64), "failures": np.zeros((num_tokens, 2), np.int32)}
+    slot["header"][[ExpertHeader.LAYER, ExpertHeader.NUM_TOKENS]] = layer, num_tokens
+    slot["header"][ExpertHeader.NUM_LOST] = len(failures)
+    for token, failure in failures.items():
+        slot["failures"][token] = failure
+    return slot
+
+
+def test_who_has_lost_an_expert() -> None:
+    """The first one that a sequence has lost counts, for itself alone; the step ends when nobody is left; the
+    next step has nothing of it."""
+    counts = ExpertCounts(ExpertFiles(("x", "y"), np.array([[0, 0, 0], [0, 1, 0]])), 8)
+    counts.begin([3, 5, 6])
+    counts.add(lost_slot(6, 0, {1: (errno.EIO, 9)}))
+    counts.check()
+    counts.add(lost_slot(6, 1, {1: (errno.EBADF, 2), 4: (errno.EBADF, 3)}))
+    counts.check()
+    told = [str(counts.failure(start, stop)) for start, stop in ((0, 3), (3, 5), (5, 6))]
+    assert told[0].startswith("expert 9 of layer 0 could not be read from x: Input/output error; ")
+    assert told[1].startswith("expert 3 of layer 1 could not be read from x, y: Bad file descriptor; ")
+    assert told[2] == "None"
+    counts.add(lost_slot(6, 1, {5: (errno.EIO, 7)}))
+    with pytest.raises(DiskError, match=r"^expert 9 of layer 0 could not be read"):
+        counts.check()
+    counts.begin([6])
+    counts.add(lost_slot(6, 0, {}))
+    counts.check()
+    assert counts.failure(0, 6) is None
+
+
+@pytest.mark.parametrize("torch_device", [None, torch.device("cpu")], ids=["native", "torch"])
+@pytest.mark.parametrize("losing", [("a",), ("b",), ("a", "b")], ids=str)
+def test_each_is_told_its_own(
+    parts: list[Path], torch_device: torch.device | None, losing: tuple[str, ...]
+) -> None:
+    """Of two requests in one step: whoever has lost an expert is told which one, the other one goes on. Where
+    both have, the layers after it are not computed."""
+    seen: list[int] = []
+    # In the step that computes a token of one and the prompt of the other.
+    lost_tokens = {"a": 0, "b": 2}
+
+    def lose(slot: Arrays) -> None:
+        header = slot["header"]
+        layer, num_tokens = int(header[ExpertHeader.LAYER]), int(header[ExpertHeader.NUM_TOKENS])
+        if num_tokens == 1 + len(PROMPTS["b"]):
+            seen.append(layer)
+            if layer == 1:
+                header[ExpertHeader.NUM_LOST] = len(losing)
+                slot["failures"][:num_tokens] = 0
+                for name in losing:
+                    slot["failures"][lost_tokens[name]] = errno.EIO, lost_tokens[name]
+
+    with running_engine(parts[0], torch_device=torch_device) as running:
+        said = {}
+        for turn in ("before", "after"):
+            # So that both are there when the first step ends.
+            running.gate.clear()
+            for name, prompt in PROMPTS.items():
+                running.ask(f"{name} {turn}", prompt, NUM_NEW)
+            running.gate.set()
+            for name in PROMPTS:
+                answer = running.answer(f"{name} {turn}")
+                if turn == "before":
+                    said[name] = answer.token_ids
+                elif name in losing:
+                    assert isinstance(answer.end, RequestFailed)
+                    reason = f"expert {lost_tokens[name]} of layer 1 could not be read"
+                    assert answer.end.reason.startswith(reason)
+                    assert answer.end.timings is not None
+                    assert answer.end.timings.expert_wait_s > 0
+                else:
+                    assert answer.token_ids == said[name]
+            running.wait_idle()
+            running.on_experts = lose
+        assert seen == list(range(2 if len(losing) == 2 else NUM_LAYERS))
+
+
+def test_reads_that_brought_nothing_count() -> None:
+    """As reads; and as a wait, which is divided by reads where none has brought a byte."""
+    counts = ExpertCounts(ExpertFiles(("x", "y"), np.zeros((1, 3), np.int64)), 4)
+    counts.reads[0, 0], counts.reads[1, 1] = 3, 1
+    counts._totals[:] = 2, 8_000_000_000, 0, 2
+    clock = Clock(arrived_at=0.0)
+    clock.add_expert_reads(counts, 0, 1)
+    assert [(reads.file, reads.num_reads, reads.wait_s) for reads in clock.timings(1.0).disk] == [
+        ("x", 3, 6.0),
+        ("y", 0, 2.0),
+    ]
+    counts.read_bytes[0, 0] = 100
+    clock = Clock(arrived_at=0.0)
+    clock.add_expert_reads(counts, 0, 2)
+    assert [(reads.file, reads.num_reads, reads.num_bytes) for reads in clock.timings(1.0).disk] == [
+        ("x", 3, 100),
+        ("y", 1, 0),
+    ]
 
 
 def test_a_wait_is_divided_by_bytes() -> None:

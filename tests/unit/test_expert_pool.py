@@ -1,6 +1,7 @@
 """Experts from a pool smaller than a layer: the same bits as from the mapped file, whatever is read when; and
 what the pool knows of its places is true."""
 
+import ctypes
 import errno
 import mmap
 import random
@@ -262,10 +263,44 @@ def test_a_blob_that_cannot_be_read(
             assert np.isfinite(out).all()
             assert ours.pool.num_lost >= lost.sum()
             assert booked["reads"].sum() == ours.reader.num_reads - reads_before
+            if reads_before == 0:
+                assert booked["disk_routes"].tolist() == (step[1] >= 0).sum(1).tolist()
         ours.reader.before = lambda reads: None
         for layer in (1, 0):
             assert compute(ours.layers[layer], step, team) == compute(ExpertLayer(file, layer), step, team)
         assert ours.pool.num_lost == 0
+
+
+def test_a_disk_that_reads_nothing(file: GGUFModel, team: Team) -> None:
+    """Is asked once for each expert, however many waves there are, and all of it is booked."""
+    step = routes(40, 3)
+    num_chosen = len(set(step[1].ravel().tolist()) - {-1})
+
+    def spoil(reads: Record) -> None:
+        reads["file"] = 9999
+
+    with pooled(file, 6) as ours:
+        ours.reader.before = spoil
+        for turn in range(1, 6):
+            booked = booking(40)
+            ours.pool.book_into(booked)
+            ours.layers[0].compute(*step, np.empty_like(step[0]), team)
+            assert booked["reads"].sum() == 3 * num_chosen
+            assert ours.reader.num_reads == turn * 3 * num_chosen
+            assert (booked["failures"][:, 0] == errno.EBADF).all()
+            assert ours.pool.num_lost == (step[1] >= 0).sum()
+
+
+def test_a_stager_that_is_asked_to_stop(file: GGUFModel, team: Team) -> None:
+    """Leaves what it has not read yet: nobody is told that the disk is bad."""
+    with pooled(file, 6) as ours:
+
+        def stop(reads: Record) -> None:
+            ctypes.c_int64.from_address(int(ours.reader._record["interrupt"][0])).value = 1
+
+        ours.reader.before = stop
+        with pytest.raises(WorkerFailedError, match="there is no stager to read experts"):
+            compute(ours.layers[0], routes(40, 3), team)
 
 
 def test_without_a_stager(file: GGUFModel, team: Team) -> None:
