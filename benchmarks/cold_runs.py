@@ -39,6 +39,8 @@ class ColdRun:
     reads_in_flight: float
     """As the disk counts them, for everybody."""
     foreign_cpus: float
+    disk_rate: float | None = None
+    """Random pages that the disk read in a second, many at a time, just before the cold run."""
     stack: RowReads | None = None
     """What the stack says of the cold run."""
     warm_wait_s: float = 0.0
@@ -132,8 +134,7 @@ def _claims_of(results: Results, num_tokens: int, rows_per_token: int) -> dict[s
     waits = [run.stack.wait_s - run.warm_wait_s for run in ours if run.stack and run.stack.wait_s is not None]
     if waits:
         found["cold_ngram_wait_s"] = median(waits)
-    limits = [_limit_ratio(run, median(results.deep_rates)) for run in ours if results.deep_rates]
-    if known := [limit for limit in limits if limit is not None]:
+    if known := [limit for limit in map(_limit_ratio, ours) if limit is not None]:
         found["limit_ratio"] = median(known)
     # Of what the system counts for the whole stack; the rest nobody has accounted for.
     told = [run.stack.num_bytes / run.read_bytes for run in ours if run.stack and run.stack.num_bytes]
@@ -149,12 +150,12 @@ def _resolution(runs: Sequence[ColdRun]) -> float:
     return median(repeats) / len(repeats) ** 0.5 if repeats else 0.0
 
 
-def _limit_ratio(run: ColdRun, pages_per_s: float) -> float | None:
-    """How much longer the stager read than the disk needs for so many pages at that rate; None where the
-    stack does not say."""
-    if run.stack is None or not run.stack.reading_s:
+def _limit_ratio(run: ColdRun) -> float | None:
+    """How much longer the stager read than the disk needs for so many pages; None where the stack or the disk
+    does not say."""
+    if run.stack is None or not run.stack.reading_s or run.disk_rate is None:
         return None
-    return run.stack.reading_s * pages_per_s / run.num_pages
+    return run.stack.reading_s * run.disk_rate / run.num_pages
 
 
 def _depth(run: ColdRun) -> float:

@@ -30,14 +30,14 @@ length where it is worst: `cold_penalty_s`, `cold_penalty_ratio_llama_cpp` and `
 (their penalty over ours), `cold_penalty_share` (of the warm time to the first token), `cold_ngram_wait_s`
 (how much longer the stack says it waited for rows than in a warm run), `limit_ratio` (the time that the
 stager was reading over that of reading so many pages at the disk's deep rate, see `benchmarks.disk_limit`,
-measured in every round), `bytes_per_row`, `reads_in_flight`, `warm_read_bytes` (that the stager read for the
-repeated prompt), `attributed_share` (of the bytes that the system counts, what the stack accounts for). Of
-decoding: `decode_gap_p95_cold_ms`, between two tokens whose rows are on the disk, and `_warm_ms`, the same
-tokens again; `decode_later_p95_ms`, by how much tokens came later, noise included; `decode_ngram_wait_ms`,
-what the stack says it waited for rows, per token, and `decode_ngram_wait_p95_ms`. With a delay added to every
-read: `delay_ratio`, the penalty of a prompt of 2048 tokens, or what the stack says it waited where that is
-more, over its pages times the delay over the depth; `delay_staging_ratio`, the same of the time that the
-stager was reading; and `watchdog_fired`, 1 where the stack took that for a stall.
+measured before every prompt), `bytes_per_row`, `reads_in_flight`, `warm_read_bytes` (that the stager read
+for the repeated prompt), `attributed_share` (of the bytes that the system counts, what the stack accounts
+for). Of decoding: `decode_gap_p95_cold_ms`, between two tokens whose rows are on the disk, and `_warm_ms`,
+the same tokens again; `decode_later_p95_ms`, by how much tokens came later, noise included;
+`decode_ngram_wait_ms`, what the stack says it waited for rows, per token, and `decode_ngram_wait_p95_ms`.
+With a delay added to every read: `delay_ratio`, the penalty of a prompt of 2048 tokens, or what the stack
+says it waited where that is more, over its pages times the delay over the depth; `delay_staging_ratio`, the
+same of the time that the stager was reading; and `watchdog_fired`, 1 where the stack took that for a stall.
 """
 
 import argparse
@@ -72,7 +72,7 @@ from benchmarks.cold_runs import (
 )
 from benchmarks.cold_table import ColdTable
 from benchmarks.contenders import LlamaInProcess, Strata
-from benchmarks.disk_limit import disk_limit
+from benchmarks.disk_limit import disk_limit, disk_rate_now
 from benchmarks.ggml import library_path
 from benchmarks.llama_cpp import LAZY
 from benchmarks.ngram_pages import find_table, touch_mapped
@@ -245,6 +245,8 @@ class Match:
         cold_table.drop_table(pids)
         cold_table.check_rest()
         shares = cold_table.shares(token_ids)
+        where = cold_table.table
+        disk_rate = disk_rate_now(where.path, where.start, where.num_bytes)
         watch = CpuWatch(self._cpus, contender.cpu_seconds)
         counts, read_before = cold_table.disk(), disk_read_bytes(pids)
         cold = contender.generate(token_ids, 1)
@@ -264,6 +266,7 @@ class Match:
             warm_read_bytes=max(disk_read_bytes(readers) - warm_before, *said_warm),
             reads_in_flight=in_flight,
             foreign_cpus=watch.foreign_cpus(),
+            disk_rate=disk_rate,
             stack=self._said(cold),
             warm_wait_s=median(self._said(generation).wait_s or 0.0 for generation in warm),
         )

@@ -27,7 +27,7 @@ DEPTHS = (64, 256)
 """Of which the faster one is taken for the disk's limit."""
 NUM_READS = 20_000
 _PAGE_BYTES = 4096
-_SINGLE_READS = 2_000
+_SINGLE_READS, _FEW_READS = 2_000, 4_000
 
 # System calls of x86-64.
 _IO_SETUP, _IO_DESTROY, _IO_GETEVENTS, _IO_SUBMIT = 206, 207, 208, 209
@@ -84,6 +84,14 @@ def random_reads_per_s(
 def disk_limit(path: Path, start: int, num_bytes: int) -> float:
     """Pages a second at the better of the depths. Raises OSError."""
     return max(random_reads_per_s(path, depth, NUM_READS, start, num_bytes) for depth in DEPTHS)
+
+
+def disk_rate_now(path: Path, start: int, num_bytes: int) -> float | None:
+    """About the same in a moment; None where the file system has no direct reads."""
+    try:
+        return random_reads_per_s(path, DEPTHS[0], _FEW_READS, start, num_bytes)
+    except OSError:
+        return None
 
 
 def _run(requests: np.ndarray[tuple[int, ...], np.dtype[np.void]], depth: int) -> float:

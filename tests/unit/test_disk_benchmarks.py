@@ -55,10 +55,10 @@ def test_the_cold_penalty_is_a_difference() -> None:
         },
         "m.gguf",
     )
-    results = Results(deep_rates=[40_000.0])
+    results = Results()
     results.runs["strata"] = [
-        _cold_run(3.2, (3.0, 3.1), stack=said, warm_wait_s=0.01),
-        _cold_run(4.3, (4.0, 4.2), stack=said, warm_wait_s=0.01),
+        _cold_run(3.2, (3.0, 3.1), stack=said, warm_wait_s=0.01, disk_rate=40_000.0),
+        _cold_run(4.3, (4.0, 4.2), stack=said, warm_wait_s=0.01, disk_rate=40_000.0),
         _cold_run(9.0, (3.0, 3.0), resident_share=0.5),
     ]
     results.runs["llama_cpp"] = [_cold_run(8.0, (6.5,))]
