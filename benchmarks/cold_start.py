@@ -36,7 +36,7 @@ for). Of decoding: `decode_gap_p95_cold_ms`, between two tokens whose rows are o
 the same tokens again; `decode_later_p95_ms`, by how much tokens came later, noise included;
 `decode_ngram_wait_ms`, what the stack says it waited for rows, per token, and `decode_ngram_wait_p95_ms`.
 With a delay added to every read: `delay_ratio`, the penalty of a prompt of 2048 tokens, or what the stack
-says it waited where that is more, over its pages times the delay over the depth; `delay_staging_ratio`, the
+says it waited where that is more, over its pages times the delay over the depth; `delay_reading_ratio`, the
 same of the time that the stager was reading; and `watchdog_fired`, 1 where the stack took that for a stall.
 """
 
