@@ -16,7 +16,6 @@ with Q2_K, where it is smallest.
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,12 +26,11 @@ from numpy.typing import NDArray
 
 from benchmarks.arguments import add_json_argument, positive, positives
 from benchmarks.blocks import RANDOM_TYPES, decode, random_blocks
-from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
+from benchmarks.ggml import Ggml, GgmlProducts, aligned_bytes
 from benchmarks.peak import peak_mac_per_s
 from benchmarks.processes import CpuWatch
 from benchmarks.read_limit import read_all
-from benchmarks.report import Report, describe_machine, median, say, table
-from shared.errors import ResourceError
+from benchmarks.report import BenchmarkError, Report, describe_machine, measured, median, say, table
 from shared.gguf.types import TensorType, tensor_type_named
 from shared.quants import (
     ACTIVATIONS,
@@ -144,7 +142,7 @@ def random_matrices(kind: TensorType, num_matrices: int, seed: int) -> NDArray[n
 def measure_format(
     ggml: Ggml, type_name: str, batches: Sequence[int], num_matrices: int, cell_s: float
 ) -> Iterator[Cell]:
-    """One cell per batch size, each measured for about `cell_s` seconds. Raises ArithmeticError where a
+    """One cell per batch size, each measured for about `cell_s` seconds. Raises BenchmarkError where a
     contender's products are wrong."""
     kind = tensor_type_named(type_name)
     fmt = block_format(kind.type_id)
@@ -229,7 +227,7 @@ def _largest_error(
         compute(number)
         error = float(np.abs(out - expected).max() / np.abs(expected).max())
         if not error <= TOLERANCE:
-            raise ArithmeticError(f"{what}: products are off by {error:.3g} of the largest one")
+            raise BenchmarkError(f"{what}: products are off by {error:.3g} of the largest one")
         worst = max(worst, error)
     return worst
 
@@ -314,74 +312,8 @@ def _usable_cpu(text: str) -> int:
     return int(text)
 
 
-def main() -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--quick", action="store_true", help="under a minute, wider error")
-    add_json_argument(parser)
-    parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default %(default)s")
-    batches = ",".join(map(str, BATCHES))
-    parser.add_argument("--batches", type=positives, default=batches, help="default %(default)s")
-    parser.add_argument("--matrices", type=positive, default=300, help="of each format (default %(default)s)")
-    parser.add_argument("--cpu-kernels", default="auto", choices=CHOICES, help="ours (default %(default)s)")
-    parser.add_argument(
-        "--cpu-activations", default=ACTIVATIONS[0], choices=ACTIVATIONS, help="default %(default)s"
-    )
-    parser.add_argument(
-        "--cpu", type=_usable_cpu, metavar="N", help="CPU to run on (default the last usable one)"
-    )
-    parsed = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    cpu = parsed.cpu if parsed.cpu is not None else max(os.sched_getaffinity(0))
-    machine = describe_machine()
-    try:
-        kernels = choose_kernels(parsed.cpu_kernels, parsed.cpu_activations)
-    except ResourceError as error:
-        print(f"kernels: {error}", file=sys.stderr)
-        return 1
-    everywhere = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {cpu})
-    use_one_blas_thread()
-    cell_s = 0.6 if parsed.quick else 3.0
-    settings = {
-        "formats": parsed.formats,
-        "batches": parsed.batches,
-        "matrices": parsed.matrices,
-        "rows": NUM_ROWS,
-        "width": WIDTH,
-        "seconds_per_cell": cell_s,
-        "cpu": cpu,
-        "cpu_kernels": kernels,
-        "tolerance": TOLERANCE,
-        "is_quick": parsed.quick,
-    }
-    report = Report("kernels", settings)
-    try:
-        ggml = Ggml()
-        report.details["ggml_instruction_sets"] = ggml.instruction_sets
-        say(f"{machine}; on CPU {cpu}")
-        say(f"our kernels: {kernels}; ggml is compiled for {' '.join(ggml.instruction_sets)}")
-        cells: list[Cell] = []
-        watch = CpuWatch(everywhere, lambda: 0.0)
-        for type_name in settings["formats"]:
-            measured = list(measure_format(ggml, type_name, settings["batches"], parsed.matrices, cell_s))
-            cells += measured
-            say(_as_table(measured))
-        own_cells = {(cell.type_name, cell.num_tokens) for cell in cells}
-        found = claims(cells) | own_claims(own_cells, parsed.matrices, cell_s)
-    except (LlamaUnavailableError, ArithmeticError) as error:
-        print(f"kernels: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    report.details["foreign_cpus"] = watch.foreign_cpus()
-    if report.details["foreign_cpus"] > _MAX_FOREIGN_CPUS:
-        report.note(
-            f"disturbed: {report.details['foreign_cpus']:.2f} CPUs were busy with something else; it "
-            "takes caches and memory from both contenders alike, absolute numbers are too low"
-        )
+def _describe(report: Report, cells: Sequence[Cell]) -> None:
+    """What the cells were measured against, and all that was measured of them."""
     report.details["read_limit_gb_per_s"] = median(cell.matrix_bytes / cell.read_s / 1e9 for cell in cells)
     say(f"one core reads {report.details['read_limit_gb_per_s']:.1f} GB/s")
     if (target := kernel_target()) is not None:
@@ -402,10 +334,71 @@ def main() -> int:
         }
         for cell in cells
     ]
-    report.claim_all(found)
-    if parsed.json:
-        report.write(parsed.json)
-    return 0
+
+
+def main() -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--quick", action="store_true", help="under a minute, wider error")
+    add_json_argument(parser)
+    parser.add_argument("--formats", type=_formats, default=",".join(FORMATS), help="default %(default)s")
+    batches = ",".join(map(str, BATCHES))
+    parser.add_argument("--batches", type=positives, default=batches, help="default %(default)s")
+    parser.add_argument("--matrices", type=positive, default=300, help="of each format (default %(default)s)")
+    parser.add_argument("--cpu-kernels", default="auto", choices=CHOICES, help="ours (default %(default)s)")
+    parser.add_argument(
+        "--cpu-activations", default=ACTIVATIONS[0], choices=ACTIVATIONS, help="default %(default)s"
+    )
+    parser.add_argument(
+        "--cpu", type=_usable_cpu, metavar="N", help="CPU to run on (default the last usable one)"
+    )
+    parsed = parser.parse_args()
+    cpu = parsed.cpu if parsed.cpu is not None else max(os.sched_getaffinity(0))
+    cell_s = 0.6 if parsed.quick else 3.0
+    settings = {
+        "formats": parsed.formats,
+        "batches": parsed.batches,
+        "matrices": parsed.matrices,
+        "rows": NUM_ROWS,
+        "width": WIDTH,
+        "seconds_per_cell": cell_s,
+        "cpu": cpu,
+        "tolerance": TOLERANCE,
+        "is_quick": parsed.quick,
+    }
+    report = Report("kernels", settings)
+
+    def measure() -> int:
+        machine = describe_machine()
+        settings["cpu_kernels"] = kernels = choose_kernels(parsed.cpu_kernels, parsed.cpu_activations)
+        everywhere = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {cpu})
+        use_one_blas_thread()
+        ggml = Ggml()
+        report.details["ggml_instruction_sets"] = ggml.instruction_sets
+        say(f"{machine}; on CPU {cpu}")
+        say(f"our kernels: {kernels}; ggml is compiled for {' '.join(ggml.instruction_sets)}")
+        cells: list[Cell] = []
+        watch = CpuWatch(everywhere, lambda: 0.0)
+        for type_name in parsed.formats:
+            of_format = list(measure_format(ggml, type_name, parsed.batches, parsed.matrices, cell_s))
+            cells += of_format
+            say(_as_table(of_format))
+        own_cells = {(cell.type_name, cell.num_tokens) for cell in cells}
+        found = claims(cells) | own_claims(own_cells, parsed.matrices, cell_s)
+        report.details["foreign_cpus"] = watch.foreign_cpus()
+        if report.details["foreign_cpus"] > _MAX_FOREIGN_CPUS:
+            report.note(
+                f"disturbed: {report.details['foreign_cpus']:.2f} CPUs were busy with something else; it "
+                "takes caches and memory from both contenders alike, absolute numbers are too low"
+            )
+        _describe(report, cells)
+        report.claim_all(found)
+        return 0
+
+    return measured(report, parsed.json, measure)
 
 
 if __name__ == "__main__":

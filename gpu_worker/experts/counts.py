@@ -92,10 +92,15 @@ class ExpertCounts:
         """Of the cpu_worker."""
         return int(self._totals[2])
 
+    @property
+    def num_lost(self) -> int:
+        """Routes that were done without, since their experts could not be read."""
+        return int(self._totals[3])
+
     def begin(self, stops: Sequence[int]) -> None:
         """A step begins, of sequences whose last tokens come before those places."""
         self._stops = stops
-        if self._totals[3]:
+        if self.num_lost:
             self._failures[:] = 0
         if self.num_read:
             self.disk_routes[:], self.reads[:], self.read_bytes[:] = 0, 0, 0
@@ -119,7 +124,7 @@ class ExpertCounts:
 
     def failure(self, start: int, stop: int) -> DiskError | None:
         """Why the sequence whose tokens are those of the step cannot go on; None where it can."""
-        if not self._totals[3]:
+        if not self.num_lost:
             return None
         for number, layer, expert in self._failures[start:stop].tolist():
             if number:
@@ -129,7 +134,7 @@ class ExpertCounts:
 
     def check(self) -> None:
         """Raises DiskError where no sequence of the step can go on."""
-        if not self._totals[3]:
+        if not self.num_lost:
             return
         first: DiskError | None = None
         for start, stop in pairwise((0, *self._stops)):

@@ -306,8 +306,7 @@ class LayerLoop:
     def run(self, start: int, stop: int, experts: CpuExperts, ngram: StagedFeatures | None) -> None:
         """Computes layers. Raises as `CpuExperts.collect` and `StagedFeatures.collect` do."""
         words = self._words
-        end = _EXPERTS_LOST
-        while end == _EXPERTS_LOST:
+        while True:
             words[_WAITED_NS] = words[_NGRAM_WAITED_NS] = 0
             end = self._run(self._address, start, stop)
             experts.waited_s += words[_WAITED_NS] * 1e-9
@@ -317,10 +316,11 @@ class LayerLoop:
                     raise ngram.failure()
             if end == _EXPERTS_FAILED:
                 raise experts.failure(words[_TICKET])
-            if end == _EXPERTS_LOST:
-                # Sequences that lack none go on, if there are any.
-                experts.counts.check()
-                start = words[_LAYER] + 1
+            if end == _DONE:
+                return
+            # Sequences that lack none go on, if there are any.
+            experts.counts.check()
+            start = words[_LAYER] + 1
 
 
 def _described(program: Program) -> tuple[int, int, int, int]:

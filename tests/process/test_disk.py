@@ -3,7 +3,6 @@
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +28,6 @@ def ask(stack: Stack, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
     return timings
 
 
-def kernel_read_bytes(stack: Stack, role: str) -> int:
-    """What the kernel has read from disks for a process."""
-    text = Path(f"/proc/{stack.pid(role)}/io").read_text()
-    return int(text.split("\nread_bytes: ", 1)[1].split("\n", 1)[0])
-
-
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     with serving(*DIRECT) as running:
@@ -45,7 +38,7 @@ def test_what_is_read_adds_up(stack: Stack) -> None:
     """Bytes of all requests together are what the kernel has read for the stager: prompts that were staged,
     steps that read for themselves, two at a time. A warm repeat reads nothing, and gives the same answer."""
     ask(stack, random_ids(5, seed=9))
-    before = kernel_read_bytes(stack, "stager")
+    before = stack.kernel_read_bytes("stager")
     total = 0
     for seed, num_tokens in ((1, 700), (2, 3), (3, 64)):
         timings = ask(stack, random_ids(num_tokens, seed))
@@ -54,11 +47,11 @@ def test_what_is_read_adds_up(stack: Stack) -> None:
         assert timings["ngram_hits_n"] <= timings["ngram_n"]
         assert sum(reads["bytes_n"] for reads in timings["disk"]) == timings["disk_bytes_n"] > 0
         assert {reads["file"] for reads in timings["disk"]} == {"strata-demo.gguf"}
-    assert total == kernel_read_bytes(stack, "stager") - before
+    assert total == stack.kernel_read_bytes("stager") - before
     again = ask(stack, random_ids(700, seed=1))
     assert again["disk_bytes_n"] == 0
     assert again["ngram_hits_n"] == again["ngram_n"]
-    assert total == kernel_read_bytes(stack, "stager") - before
+    assert total == stack.kernel_read_bytes("stager") - before
 
 
 def test_what_the_stager_says(stack: Stack) -> None:
@@ -92,9 +85,7 @@ def test_a_bad_disk_costs_the_requests_that_need_it() -> None:
                 )
         assert 503 in outcomes
         # What failed requests have read is in the account too.
-        metrics = stack.request("GET", "/metrics").body.decode()
-        told = re.findall(r"^strata_disk_read_bytes_total\{.*\} (\S+)$", metrics, re.MULTILINE)
-        total = sum(map(float, told))
+        total = stack.told_read_bytes()
         assert total > 0
 
         def is_what_the_stager_says() -> bool:

@@ -6,7 +6,6 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -75,7 +74,7 @@ def test_every_route_and_every_byte_is_accounted_for(stack: Stack) -> None:
         config = read_model_config(model)
     rng = random.Random(0)
     for num_tokens, num_new in ((60, 4), (1, 8), (300, 1)):
-        before = read_bytes(stack.pid("stager"))
+        before = stack.kernel_read_bytes("stager")
         prompt = [rng.randrange(1000) for _ in range(num_tokens)]
         answered = stack.post(
             "/v1/completions", {"prompt": prompt, "max_tokens": num_new, "temperature": 0}
@@ -89,7 +88,7 @@ def test_every_route_and_every_byte_is_accounted_for(stack: Stack) -> None:
         )
         assert sum(way["share"] for way in routes.values()) == pytest.approx(1, abs=1e-5)
         assert routes["disk"]["n"] > 0
-        assert timings["disk_bytes_n"] == read_bytes(stack.pid("stager")) - before
+        assert timings["disk_bytes_n"] == stack.kernel_read_bytes("stager") - before
 
 
 def test_bad_experts_end_only_answers_that_need_them() -> None:
@@ -108,7 +107,7 @@ def test_bad_experts_end_only_answers_that_need_them() -> None:
         expected = [answered.json["choices"][0]["text"] for answered in all_at_once(stack)]
     with serving(*BUDGET, "--io-fail-every", "100") as stack:
         num_failed = num_answered = 0
-        before = read_bytes(stack.pid("stager"))
+        before = stack.kernel_read_bytes("stager")
         while num_failed == 0 or num_answered == 0:
             for answered, text in zip(all_at_once(stack), expected, strict=True):
                 if answered.status == 200:
@@ -119,16 +118,9 @@ def test_bad_experts_end_only_answers_that_need_them() -> None:
                     assert (answered.status, answered.error["code"]) == (503, "disk_error")
                     words = r"expert \d+ of layer \d could not be read from strata-demo.gguf: Input/output"
                     assert re.match(words, answered.error["message"])
-        metrics = stack.request("GET", "/metrics").body.decode()
-        told = re.findall(r"^strata_disk_read_bytes_total\{.*\} (\S+)$", metrics, re.MULTILINE)
-        num_bytes = sum(map(float, told))
+        num_bytes = stack.told_read_bytes()
         # A read that was made to fail was read all the same.
-        assert num_bytes <= read_bytes(stack.pid("stager")) - before <= 1.05 * num_bytes
-
-
-def read_bytes(pid: int) -> int:
-    """What the kernel has read from disks for a process."""
-    return int(Path(f"/proc/{pid}/io").read_text().split("\nread_bytes: ", 1)[1].split("\n", 1)[0])
+        assert num_bytes <= stack.kernel_read_bytes("stager") - before <= 1.05 * num_bytes
 
 
 def test_resident_experts_that_do_not_fit() -> None:

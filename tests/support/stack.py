@@ -245,6 +245,17 @@ class Stack:
         pid: int = self.health()["processes"][role]["pid"]
         return pid
 
+    def kernel_read_bytes(self, role: str) -> int:
+        """What the kernel has read from disks for a process."""
+        text = Path(f"/proc/{self.pid(role)}/io").read_text()
+        return int(text.split("\nread_bytes: ", 1)[1].split("\n", 1)[0])
+
+    def told_read_bytes(self) -> float:
+        """What all requests have read, as /metrics says."""
+        metrics = self.request("GET", "/metrics").body.decode()
+        told = re.findall(r"^strata_disk_read_bytes_total\{.*\} (\S+)$", metrics, re.MULTILINE)
+        return sum(map(float, told))
+
     def counters(self) -> tuple[int, int]:
         """Running and waiting requests."""
         health = self.health()

@@ -247,11 +247,8 @@ def test_a_blob_that_cannot_be_read(
     with pooled(file, 6) as ours:
         ours.reader.before = spoil
         for _ in range(2):
-            booked, out, reads_before = (
-                booking(num_tokens),
-                np.full_like(whole, np.nan),
-                ours.reader.num_reads,
-            )
+            booked, reads_before = booking(num_tokens), ours.reader.num_reads
+            out = np.full_like(whole, np.nan)
             ours.pool.book_into(booked)
             ours.layers[0].compute(*step, out, team)
             numbers, experts = booked["failures"].T
