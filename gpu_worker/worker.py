@@ -13,7 +13,7 @@ from gpu_worker.peers import PeerListener
 from gpu_worker.scheduler import Scheduler
 from shared import quants
 from shared.arena import sweep_segments
-from shared.config import GpuWorkerConfig
+from shared.config import DEFAULT_PREFILL, GpuWorkerConfig, prefill_setting
 from shared.gguf.model import GGUFModel
 from shared.link import LinkClient, LinkServer
 from shared.locked_memory import lock_refusal, may_lock, not_permitted
@@ -115,7 +115,8 @@ class GpuWorker:
     async def _start_engine(self) -> tuple[Engine, PeerListener]:
         config = self._context.config
         model = await load_in_thread(self._load)
-        scheduler = Scheduler(max_running=config.parallel, prefill_tokens=config.prefill)
+        prefill_tokens = prefill_setting(config.prefill).tokens or DEFAULT_PREFILL
+        scheduler = Scheduler(max_running=config.parallel, prefill_tokens=prefill_tokens)
         engine = Engine(
             model,
             self._torch_device,
@@ -129,7 +130,7 @@ class GpuWorker:
         # The largest step has a chunk of a prompt and one token of every other sequence.
         peers = PeerListener(
             self._config,
-            config.prefill + config.parallel,
+            prefill_tokens + config.parallel,
             self._context.identity.incarnation,
             engine,
             self._tell_state,

@@ -15,6 +15,7 @@ from shared.settings import setting
 
 _MODEL = "model and files"
 _MEMORY = "memory and disk"
+_PLACEMENT = "experts on the device"
 _NETWORK = "network"
 _CAPACITY = "capacity"
 _SAMPLING = "sampling defaults, for requests that do not say"
@@ -27,10 +28,17 @@ CPU_ACTIVATIONS = ("int16", "int8")
 
 PLE_IO = ("auto", "direct", "mmap", "ram")
 EXPERT_SETTINGS = ("auto", "resident", "mapped")
+SWAP_POLICIES = ("adaptive", "lru", "static")
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """What this machine alone can reach."""
 
+DEFAULT_PREFILL = 512
+"""Tokens of a chunk without experts on the device."""
+DEFAULT_PREFILL_CAP = 8192
+"""Of `--prefill auto`."""
+_MOST_PREFILL = 65536
+_MOST_DIGITS = 9
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,2})?")
 # A single sign of life that comes late shall not be taken for none.
 _MIN_HEARTBEATS = 3
@@ -69,6 +77,17 @@ class CommonConfig:
         "llama.cpp and reads prompts faster, int16 has a 200th of its error",
         group=_COMPUTE,
         choices=CPU_ACTIVATIONS,
+    )
+    # The cpu_worker has to know too what of RAM plays the memory of a device.
+    device: str = setting(
+        "auto", "where the model runs: auto, cpu, cuda or cuda:N", group=_COMPUTE, unit="DEVICE"
+    )
+    expert_cache: str = setting(
+        "auto",
+        "experts kept in the device's memory, in slots of one expert each; auto takes what is free on a CUDA "
+        "device, and none on the CPU, where memory of the device is RAM like any other",
+        group=_PLACEMENT,
+        unit="N|auto",
     )
     heartbeat_interval_s: float = setting(
         0.25, "time between signs of life of a worker", group=_LIFE, unit="SECONDS", minimum=0.05, maximum=10
@@ -181,9 +200,6 @@ class GatewayConfig(CapacityConfig):
 class GpuWorkerConfig(CapacityConfig):
     """The forward pass."""
 
-    device: str = setting(
-        "auto", "where the model runs: auto, cpu, cuda or cuda:N", group=_COMPUTE, unit="DEVICE"
-    )
     threads: int = setting(
         0,
         "CPU threads of the gpu_worker; 0 is one per core",
@@ -192,13 +208,89 @@ class GpuWorkerConfig(CapacityConfig):
         minimum=0,
         maximum=1024,
     )
-    prefill: int = setting(
-        512,
-        "tokens of a prompt computed in one step",
+    prefill: str = setting(
+        "auto",
+        "tokens of a prompt computed in one step: a number, or auto[:CAP], which takes what the memory of "
+        "the device makes worth while, up to 8192 or the cap; 512 without experts on the device",
         group=_CAPACITY,
+        unit="N|auto[:CAP]",
+    )
+    expert_policy: str = setting(
+        SWAP_POLICIES[0],
+        "how experts on the device are exchanged: adaptive by how often they are used, lru takes each that "
+        "was transferred for the one longest unused, static never",
+        group=_PLACEMENT,
+        choices=SWAP_POLICIES,
+    )
+    expert_profile: Path | None = setting(
+        None,
+        "file that how often experts are used is loaded from, and saved to, while running and at the end "
+        "(default: one for the model, beside the compiled kernels)",
+        group=_PLACEMENT,
+        unit="FILE",
+    )
+    pcie_frac: float | None = setting(
+        None,
+        "share of missed experts that are transferred to the device and computed there, the others are "
+        "computed in RAM (default: from measured rates)",
+        group=_PLACEMENT,
+        minimum=0,
+        maximum=1,
+    )
+    route_tail_skip: int = setting(
+        0,
+        "leave out a missed expert that no token ranks among its first N; changes outputs, and is counted; "
+        "0 leaves out none, the original engine's value is 7",
+        group=_PLACEMENT,
+        unit="N",
+        minimum=0,
+        maximum=64,
+    )
+    adapt_every: int = setting(
+        4, "windows of decoding between two rounds of exchanges", group=_PLACEMENT, unit="N", minimum=1
+    )
+    adapt_swaps: int = setting(
+        96, "exchanges in a round at most", group=_PLACEMENT, unit="N", minimum=0, maximum=65536
+    )
+    adapt_decay: float = setting(
+        0.7, "what uses of an expert count after a round, of before", group=_PLACEMENT, minimum=0, maximum=1
+    )
+    vram_budget: float = setting(
+        0.0, "memory of the device to use; 0 is what is free", group=_PLACEMENT, unit="GiB", minimum=0
+    )
+    vram_reserve_mib: int = setting(
+        700, "memory of the device that stays free", group=_PLACEMENT, unit="MiB", minimum=0
+    )
+    prefill_stream_min: int = setting(
+        1024,
+        "chunks of a prompt from this size on stream all experts of a layer through the device",
+        group=_PLACEMENT,
         unit="TOKENS",
         minimum=1,
-        maximum=65536,
+    )
+    prefill_cpu_share: float | None = setting(
+        None,
+        "share of missed experts that smaller chunks have computed in RAM (default: what --pcie-frac leaves)",
+        group=_PLACEMENT,
+        minimum=0,
+        maximum=1,
+    )
+    prefill_borrow: bool = setting(
+        True,
+        "lend slots of experts to large chunks as work space, until the prompt is read",
+        group=_PLACEMENT,
+    )
+    kv_grow: bool = setting(
+        False,
+        "take memory of the device for keys and values as the context grows, slots of experts yield it; off "
+        "sets the memory of the longest context aside at the start",
+        group=_PLACEMENT,
+    )
+    record_routing: Path | None = setting(
+        None,
+        "file that is written with which experts each token chose, for `strata simulate`",
+        group=_PLACEMENT,
+        unit="FILE",
     )
     watchdog_s: float = setting(
         60.0, "a step that waits this long for another process fails", group=_LIFE, unit="SECONDS", minimum=1
@@ -316,6 +408,37 @@ def check_heartbeats(config: CommonConfig) -> None:
             f"--heartbeat-interval-s ({config.heartbeat_interval_s:g}); "
             f"raise it to {shortest:g}, or lower the interval"
         )
+
+
+def expert_cache_slots(setting: str) -> int | None:
+    """The slots that `--expert-cache` asks for, None for auto. Raises ConfigError for anything else."""
+    if setting == "auto":
+        return None
+    if not setting.isascii() or not setting.isdigit() or len(setting) > _MOST_DIGITS:
+        raise ConfigError(f"--expert-cache is {setting!r}; it can be auto, or a number of slots, 0 for none")
+    return int(setting)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSetting:
+    """What `--prefill` says: so many `tokens`, or, where that is None, what pays up to `cap`."""
+
+    tokens: int | None
+    cap: int
+
+
+def prefill_setting(setting: str) -> PrefillSetting:
+    """Reads `--prefill`. Raises ConfigError for what it cannot be."""
+    word, _, cap = setting.partition(":")
+    number = cap if word == "auto" else setting
+    if setting == "auto":
+        return PrefillSetting(None, DEFAULT_PREFILL_CAP)
+    if not (number.isascii() and number.isdigit() and 1 <= len(number) <= _MOST_DIGITS):
+        raise ConfigError(f"--prefill is {setting!r}; it can be a number of tokens, auto, or auto:CAP")
+    if not 1 <= int(number) <= _MOST_PREFILL:
+        raise ConfigError(f"--prefill is {setting!r}; it can be 1 to {_MOST_PREFILL} tokens")
+    tokens = int(number)
+    return PrefillSetting(None, tokens) if word == "auto" else PrefillSetting(tokens, tokens)
 
 
 def check_device(setting: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from shared.arena import SHARED_MEMORY, free_shared_memory
 from shared.config import (
+    DEFAULT_PREFILL,
     CommonConfig,
     CpuWorkerConfig,
     GatewayConfig,
@@ -13,6 +14,8 @@ from shared.config import (
     StagerConfig,
     check_device,
     check_heartbeats,
+    expert_cache_slots,
+    prefill_setting,
 )
 from shared.errors import ResourceError
 from shared.expert_blobs import ExpertMode, expert_tensors
@@ -36,6 +39,8 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     assert isinstance(stager, StagerConfig)
     check_heartbeats(gateway)
     check_device(gpu_worker.device)
+    expert_cache_slots(gpu_worker.expert_cache)
+    prefill_tokens = prefill_setting(gpu_worker.prefill).tokens or DEFAULT_PREFILL
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
     with GGUFModel(gateway.model) as model:
@@ -44,12 +49,12 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
         if cpu_worker.experts == ExpertMode.RESIDENT:
             check_lock(model, config)
     check_port(gateway.host, gateway.port)
-    needed = shared_memory_needed(config, gpu_worker.prefill + gpu_worker.parallel)
+    needed = shared_memory_needed(config, prefill_tokens + gpu_worker.parallel)
     if needed > free_shared_memory():
         raise ResourceError(
             f"{SHARED_MEMORY} has {free_shared_memory() / 2**20:.0f} MiB left, this stack needs "
             f"{needed / 2**20:.0f} MiB; enlarge it (docker: shm_size), "
-            f"or lower --prefill (now {gpu_worker.prefill})"
+            f"or lower --prefill (now {prefill_tokens})"
         )
 
 

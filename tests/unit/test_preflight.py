@@ -137,8 +137,8 @@ def test_too_little_shared_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -
         match=r"/dev/shm has 1 MiB left, this stack needs 2 MiB; enlarge it \(docker: shm_size\), "
         r"or lower --prefill \(now 1024\)",
     ):
-        check(path, prefill=1024)
-    check(path, prefill=64)
+        check(path, prefill="1024")
+    check(path, prefill="64")
 
 
 def test_experts_that_may_not_be_locked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
