@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_worker.state.growing import GrowingRows
+from gpu_worker.state.growing import GrowingRows, capacity_of
 from shared.model_config import Qwen4ExpConfig
+
+
+_FLOAT_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -64,3 +67,16 @@ class SequenceState:
             self.ngram_conv_inputs = torch.zeros(
                 config.ngram.history_length, config.stream_width, device=device
             )
+
+
+def context_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
+    """What the attention layers of one sequence have grown to when it has so many tokens, in bytes: all of a
+    state that depends on its length."""
+    num_bytes = 0
+    for layer, is_recurrent in enumerate(config.is_recurrent):
+        if not is_recurrent and num_tokens:
+            key_and_value = 2 * config.num_kv_heads * config.head_dim
+            num_blocks = num_tokens // config.compress_ratios[layer]
+            num_bytes += capacity_of(num_tokens) * key_and_value
+            num_bytes += capacity_of(num_blocks) * config.indexer.head_dim if num_blocks else 0
+    return num_bytes * _FLOAT_BYTES

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.state.growing import GrowingRows
-from gpu_worker.state.sequence_state import SequenceState
+from gpu_worker.state.growing import STEP_ROWS, GrowingRows, capacity_of
+from gpu_worker.state.sequence_state import SequenceState, context_bytes
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from tests.support.tiny_model import tiny_model
@@ -34,6 +34,32 @@ def test_storage_moves_seldom() -> None:
         rows.append(torch.zeros(1, 1))
         storages.add(rows.rows.data_ptr())
     assert len(storages) <= 6
+
+
+def test_a_long_context_takes_one_step_more_than_it_needs() -> None:
+    """It would else take twice the memory of the device that it needs."""
+    rows = GrowingRows((4,), CPU)
+    for length in (256, 257, 8192, 8193, 16384, 16385, 40000):
+        rows.reserve(length)
+        assert rows.num_bytes == capacity_of(length) * 16
+        assert length <= capacity_of(length) < max(2 * length, length + STEP_ROWS)
+    assert [capacity_of(length) for length in (1, 256, 257, 8192, 8193)] == [256, 256, 512, 8192, 16384]
+    assert capacity_of(3, first_rows=3) == 3
+
+
+def test_bytes_of_a_context(tmp_path: Path) -> None:
+    """What is planned with is what a sequence takes."""
+    config = read_model_config(GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")))
+    assert context_bytes(config, 0) == 0
+    for length in (1, 300, 9000):
+        state, taken = SequenceState(config, CPU), 0
+        for layer, attention in state.attention.items():
+            attention.keys.reserve(length)
+            attention.values.reserve(length)
+            if num_blocks := length // config.compress_ratios[layer]:
+                attention.block_keys.reserve(num_blocks)
+            taken += sum(rows.num_bytes for rows in (attention.keys, attention.values, attention.block_keys))
+        assert taken == context_bytes(config, length)
 
 
 @pytest.mark.parametrize("has_ngrams", [True, False])
