@@ -7,7 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.device.cpu_memory import CpuMemory
+from gpu_worker.device.cpu_slot_experts import CpuSlotExperts
+from gpu_worker.device.expert_slots import DeviceExperts
 from gpu_worker.device.interface import Linear, RowTable
+from gpu_worker.device.memory import DeviceMemory
 from gpu_worker.device.products import Products
 from gpu_worker.model.interface import ProgressReport, Trunk
 from gpu_worker.native.trunk import NativeTrunk
@@ -63,6 +67,14 @@ class CpuDevice:
     def trunk(self, config: Qwen4ExpConfig, head_name: str, report: ProgressReport) -> Trunk:
         """The layers as tasks in machine code, run by the team."""
         return NativeTrunk(self, self.team, config, head_name, report)
+
+    def memory(self, budget_bytes: int) -> DeviceMemory:
+        """RAM."""
+        return CpuMemory(budget_bytes)
+
+    def experts(self, config: Qwen4ExpConfig) -> DeviceExperts:
+        """By the same kernels and the same team as everything else."""
+        return CpuSlotExperts(self._model, config.num_layers, self.team)
 
     def close(self) -> None:
         """Ends the threads."""

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gpu_worker.device.expert_slots import DeviceExperts
+from gpu_worker.device.memory import DeviceMemory
 from gpu_worker.model.interface import ProgressReport, Trunk
 from shared.model_config import Qwen4ExpConfig
 
@@ -44,6 +46,12 @@ class Device(Protocol):
 
     def trunk(self, config: Qwen4ExpConfig, head_name: str, report: ProgressReport) -> Trunk:
         """The model's layers on this device; `head_name` names the output matrix."""
+
+    def memory(self, budget_bytes: int) -> DeviceMemory:
+        """Memory of the device, so much of it at most. Whoever asks for it closes it."""
+
+    def experts(self, config: Qwen4ExpConfig) -> DeviceExperts:
+        """The routed experts of the model's layers, from slots of such memory."""
 
     def close(self) -> None:
         """Ends threads and gives memory back."""
