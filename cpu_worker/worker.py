@@ -76,7 +76,7 @@ class CpuWorker:
         os.sched_setaffinity(0, self._cpus())
         await run_ring_worker(self._context, lambda post: self._load())
 
-    def _load(self) -> RingWork:
+    def _load(self) -> list[RingWork]:
         context, config = self._context, self._context.config
         model_config = read_model_config(context.model)
         check_tensors(context.model, model_config)
@@ -94,7 +94,7 @@ class CpuWorker:
             "computes experts on CPUs %s with %d threads and %s kernels", cpus, team.num_threads, kernels
         )
         meeting = meeting_cpu()
-        return RingWork(
+        work = RingWork(
             shape=lambda init: expert_ring(model_config, init.ring_tokens),
             serve=ExpertService(layers, team, pool),
             native=NativeExperts(layers, team, pool),
@@ -103,6 +103,7 @@ class CpuWorker:
             capabilities={"kernels": kernels, **keeping.capabilities},
             listener=keeping if config.experts != ExpertMode.MAPPED else None,
         )
+        return [work]
 
     def _keep_experts(self, model_config: Qwen4ExpConfig) -> StagerListener:
         """Decides where experts are to be, and gets the memory for it."""

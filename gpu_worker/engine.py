@@ -49,15 +49,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AttachRing:
-    """A worker serves this ring from now on."""
+    """A worker serves this ring from now on, where the model has one for it; and the stager one of staging
+    places, where there are any."""
 
     role: Role
-    ring: RingClient
+    ring: RingClient | None
+    staging: RingClient | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DetachRing:
-    """The worker that serves the role's ring is lost; the ring is closed."""
+    """The worker that serves the role's rings is lost; they are closed."""
 
     role: Role
     failure: WorkerFailedError
@@ -126,6 +128,7 @@ class Engine:
         self._cpu = cpu
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._rings: dict[Role, RingClient] = {}
+        self._staging_ring: RingClient | None = None
         self._ways: Ways | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_busy = time.monotonic()
@@ -180,14 +183,18 @@ class Engine:
         else:
             self.ended.set_result(None)
         finally:
-            for ring in self._rings.values():
+            for ring in self._all_rings():
                 ring.close()
+
+    def _all_rings(self) -> list[RingClient]:
+        staging = [self._staging_ring] if self._staging_ring is not None else []
+        return [*self._rings.values(), *staging]
 
     def _take_commands(self) -> bool:
         """Carries out what is queued; sleeps where there is neither a command nor a sequence."""
         while True:
             has_work = bool(self._scheduler.num_running or self._scheduler.num_waiting)
-            for ring in self._rings.values():
+            for ring in self._all_rings():
                 ring.set_in_use(has_work)
             try:
                 command = self._commands.get(block=not has_work)
@@ -210,12 +217,19 @@ class Engine:
                 sequence = self._scheduler.find(request_id)
                 if sequence is not None:
                     self._finish(sequence, "abort")
-            case AttachRing(role=role, ring=ring):
-                self._rings[role] = ring
+            case AttachRing(role=role, ring=ring, staging=staging):
+                if ring is not None:
+                    self._rings[role] = ring
+                if staging is not None:
+                    self._staging_ring = staging
                 self._ways = self._complete_ways()
             case DetachRing(role=role, failure=failure):
                 self._ways = None
-                self._rings.pop(role).close()
+                if role in self._rings:
+                    self._rings.pop(role).close()
+                if role is Role.STAGER and self._staging_ring is not None:
+                    self._staging_ring.close()
+                    self._staging_ring = None
                 self._fail_all(failure)
             case AbortAll():
                 for sequence in list(self._scheduler):

@@ -8,13 +8,14 @@ The pool has the same number of places for every layer, each large enough for an
     gate:    | rest of the page before | encoded rows | rest of the page behind |
 
 Rows keep the offset within a page that they have in the file, so that whole pages can be read straight into
-place.
+place. Staging places have the same inside, and are all as large as those of the largest layer.
 """
 
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 
@@ -45,6 +46,14 @@ class BlobPart:
     num_bytes: int
     at: int
 
+    def start(self, expert: int) -> int:
+        """Where the rows of an expert begin in the file."""
+        return self.offset + expert * self.num_bytes
+
+    def start_in_place(self, expert: int) -> int:
+        """Where they begin in a place."""
+        return self.at + self.start(expert) % mmap.PAGESIZE
+
 
 @dataclass(frozen=True, slots=True)
 class LayerBlobs:
@@ -64,6 +73,16 @@ class BlobLayout:
     def place_bytes(self) -> int:
         """Of one place for each layer."""
         return sum(layer.place_bytes for layer in self.layers)
+
+    @property
+    def paths(self) -> set[Path]:
+        """Of the files that hold them."""
+        return {part.file.path for blobs in self.layers for part in blobs.parts}
+
+    @property
+    def largest_place_bytes(self) -> int:
+        """Of one place that takes a blob of any layer."""
+        return max(layer.place_bytes for layer in self.layers)
 
     def pool_bytes(self, places_per_layer: int) -> int:
         """Of the whole pool."""

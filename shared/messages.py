@@ -25,7 +25,7 @@ from msgspec import Meta
 from shared.arena import SegmentDescriptor
 
 # Raised with every change of a message or of a segment's meaning; peers of another number are refused.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -50,13 +50,17 @@ class Hello(Message, frozen=True):
 class Init(Message, frozen=True):
     """Binding -> connecting. Answers Hello; `segment` is the ring the peer is to serve, if any. Its shape
     follows from `ring_tokens`, the tokens of the largest step, or, between cpu_worker and stager, from
-    `places_per_layer`. `experts` is how the cpu_worker has decided to keep experts (`ExpertMode`)."""
+    `places_per_layer`. `experts` is how the cpu_worker has decided to keep experts (`ExpertMode`).
+    `staging_segment` is a second ring for the stager, of the gpu_worker's `staging_places`, where it has a
+    device that takes experts."""
 
     incarnation: str
     segment: SegmentDescriptor | None = None
     ring_tokens: int = 0
     places_per_layer: int = 0
     experts: str = ""
+    staging_segment: SegmentDescriptor | None = None
+    staging_places: int = 0
 
 
 class Refusal(Message, frozen=True):

@@ -38,7 +38,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -185,6 +185,11 @@ class RingClient(_RingSide):
         """What the server needs to attach."""
         return self._segment.descriptor
 
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether `next_slot` returns at once."""
+        return self._submitted.value - self._completed.value < self._num_slots
+
     def next_slot(self, timeout_s: float, peer: str) -> Arrays:
         """The slot that the next `submit` hands over, to be filled now.
 
@@ -232,18 +237,40 @@ class RingClient(_RingSide):
     def _wait_for(self, ticket: int, timeout_s: float, peer: str) -> None:
         if self._spin(lambda: self._completed.value > ticket):
             return
-        deadline, progress = time.monotonic() + timeout_s, self.status[RingStatus.PROGRESS]
+        patience = self._patience(timeout_s, peer)
         while (completed := self._completed.value) <= ticket:
-            if self._failure is not None:
-                # A fresh one each time: its traceback has the frames of the whole step, and the ring shall
-                # not keep those, and their memory, alive.
-                raise copy.copy(self._failure)
+            next(patience)
+            # The value just looked at: an answer that came since then would otherwise be slept through.
+            self._completed.sleep_while(completed)
+
+    def wait_for_change(self, name: str, seen: int, timeout_s: float, peer: str) -> None:
+        """Waits until the first word of a common array, one that the server counts up and wakes for, is no
+        longer `seen`. Raises as `wait` does, but for SlotError."""
+        word, address = self.common[name].data, self._segment.address(f"{_COMMON}.{name}")
+        if self._spin(lambda: word[0] != seen):
+            return
+        patience = self._patience(timeout_s, peer)
+        while word[0] == seen:
+            next(patience)
+            futex.wait(address, seen & 0xFFFFFFFF, _MAX_SLEEP_S)
+
+    def check(self) -> None:
+        """Raises the error given to `fail`, if it was called."""
+        if self._failure is not None:
+            # A fresh one each time: its traceback has the frames of the whole step, and the ring shall not
+            # keep those, and their memory, alive.
+            raise copy.copy(self._failure)
+
+    def _patience(self, timeout_s: float, peer: str) -> Iterator[None]:
+        """Goes on for as long as there is something to wait for; raises as `wait` does otherwise."""
+        deadline, progress = time.monotonic() + timeout_s, self.status[RingStatus.PROGRESS]
+        while True:
+            self.check()
             if self.status[RingStatus.PROGRESS] != progress:
                 deadline, progress = time.monotonic() + timeout_s, self.status[RingStatus.PROGRESS]
             if time.monotonic() > deadline:
                 raise self._stalled(timeout_s, peer)
-            # The value just looked at: an answer that came since then would otherwise be slept through.
-            self._completed.sleep_while(completed)
+            yield
 
     def _stalled(self, timeout_s: float, peer: str) -> StepStalledError:
         outstanding = self.status[RingStatus.OUTSTANDING]
@@ -333,6 +360,11 @@ class RingServer(_RingSide):
         """Whether the client expects more of this ring, or waits for it."""
         is_open = self._submitted.value > self._completed.value
         return is_open or bool(self._segment.arrays[_IN_USE][0])
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was asked to end: work that takes long looks at it."""
+        return self._stopped.is_set()
 
     def stop(self) -> None:
         """Makes `serve` return soon. Called from any thread."""

@@ -1,8 +1,8 @@
-"""The life of a process that serves a ring of the gpu_worker: the cpu_worker and the stager are both that.
+"""The life of a process that serves rings of the gpu_worker: the cpu_worker and the stager are both that.
 
 Its link to the gateway stands from the start, so that loading shows; its link to the gpu_worker comes once it
-has loaded. Whenever a gpu_worker appears it sends a fresh ring, which a thread then serves; when it goes, the
-thread ends and the ring is let go.
+has loaded. Whenever a gpu_worker appears it sends a fresh ring, or two to a stager, each of which a thread
+then serves; when it goes, the threads end and the rings are let go.
 
 The stager serves a ring of the cpu_worker too, in the same way and a thread of its own. That link comes
 first: the gpu_worker sees a stager only while that has a cpu_worker, so that no step begins whose experts
@@ -16,7 +16,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
+from shared.arena import SegmentDescriptor
 from shared.link import LinkClient, LinkServer, ServerListener
 from shared.messages import FromBinding, Heartbeat, Init, Message
 from shared.native.ring import serve_kernel
@@ -32,7 +34,7 @@ _DRAIN_LOOK_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RingWork:
-    """What a loaded process does with its ring."""
+    """What a loaded process does with a ring."""
 
     shape: Callable[[Init], RingShape]
     """The ring's shape, by what its maker says of it."""
@@ -53,14 +55,18 @@ class RingWork:
     """Undoes that when who sent it is lost; in a thread too."""
     opened: Callable[[RingServer, Init], None] | None = None
     """Is told of each ring before its first slot."""
+    closed: Callable[[], None] | None = None
+    """Is told that it is let go, after its last slot."""
+    segment: Callable[[Init], SegmentDescriptor | None] = lambda init: init.segment
+    """Which segment of Init the ring lies in; None for none, and there is nothing to serve then."""
     listener: ServerListener | None = None
     """Where this process is a binding side itself: what it does about the stager that connects to it."""
 
 
 Post = Callable[[Message], None]
 """Sends the gateway a message; called from any thread."""
-Load = Callable[[Post], RingWork | None]
-"""Gets ready to serve a ring; None where there is nothing to do."""
+Load = Callable[[Post], Sequence[RingWork]]
+"""Gets ready to serve the rings that a process of one role may send; none where there is nothing to do."""
 
 
 class GatewayListener:
@@ -126,23 +132,31 @@ class _Attachments:
         self._beat()
 
 
+@dataclass(slots=True)
+class _Served:
+    """A ring, the work that is done with it, and the thread that does it."""
+
+    work: RingWork
+    server: RingServer
+    thread: threading.Thread
+
+
 class RingListener:
-    """Attaches to the ring of each process of a role in turn and serves it in a thread. `work` is None where
-    the model has nothing for this process to do; it is then ready all the same."""
+    """Attaches to the rings of each process of a role in turn and serves each of them in a thread. `works` is
+    empty where the model has nothing for this process to do; it is then ready all the same."""
 
     def __init__(
         self,
         context: ProcessContext[AnyConfig],
         server_role: Role,
-        work: RingWork | None,
+        works: Sequence[RingWork],
         attachments: _Attachments,
     ) -> None:
         self._context = context
         self._server_role = server_role
-        self._work = work
+        self._works = works
         self._attachments = attachments
-        self._server: RingServer | None = None
-        self._thread: threading.Thread | None = None
+        self._served: list[_Served] = []
         self._detaching: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         # Set while attached, and while not: tasks wait for both.
@@ -154,22 +168,18 @@ class RingListener:
     @property
     def is_in_use(self) -> bool:
         """Whether the other side computes something that needs this process."""
-        return self._server is not None and self._server.is_in_use
+        return any(served.server.is_in_use for served in self._served)
 
     async def attach(self, init: Init) -> dict[str, int | float | str]:
         if self._detaching is not None:
             await self._detaching
-        work = self._work
-        if work is not None and work.prepare is not None:
-            await load_in_thread(partial(work.prepare, init))
-        if work is not None and init.segment is not None:
-            self._server = RingServer(work.shape(init), init.segment, spin_s=spin_time_s())
-            if work.opened is not None:
-                work.opened(self._server, init)
-            serve = partial(self._server.serve, work.serve, work.native)
-            name = f"{self._server_role} ring"
-            self._thread = threading.Thread(target=self._run, args=(serve,), name=name, daemon=True)
-            self._thread.start()
+        for work in self._works:
+            if work.prepare is not None:
+                await load_in_thread(partial(work.prepare, init))
+        for work in self._works:
+            segment = work.segment(init)
+            if segment is not None:
+                self._serve(work, RingServer(work.shape(init), segment, spin_s=spin_time_s()), init)
         self._attachments.attached(self._server_role)
         self.is_detached.clear()
         self.is_attached.set()
@@ -184,13 +194,17 @@ class RingListener:
     async def _detach(self) -> None:
         self.is_attached.clear()
         self.is_detached.set()
-        if self._server is not None and self._thread is not None:
-            self._server.stop()
-            await asyncio.to_thread(self._thread.join)
-            self._server.close()
-            self._server = self._thread = None
-        if self._work is not None and self._work.release is not None:
-            await load_in_thread(self._work.release)
+        for served in self._served:
+            served.server.stop()
+        for served in self._served:
+            await asyncio.to_thread(served.thread.join)
+            served.server.close()
+            if served.work.closed is not None:
+                served.work.closed()
+        self._served.clear()
+        for work in self._works:
+            if work.release is not None:
+                await load_in_thread(work.release)
         self._attachments.lost(self._server_role)
 
     def heartbeat(self) -> Heartbeat:
@@ -200,12 +214,21 @@ class RingListener:
         what = type(message).__name__
         _log.error("the %s sent a %s, which is not for this process", self._server_role, what)
 
-    def _run(self, serve: Callable[[], None]) -> None:
-        """The ring's thread. Without it the process would look well and do nothing."""
+    def _serve(self, work: RingWork, server: RingServer, init: Init) -> None:
+        """Begins to serve a ring."""
+        if work.opened is not None:
+            work.opened(server, init)
+        name = f"{self._server_role} ring {len(self._served) + 1}"
+        thread = threading.Thread(target=self._run, args=(work, server), name=name, daemon=True)
+        self._served.append(_Served(work, server, thread))
+        thread.start()
+
+    def _run(self, work: RingWork, server: RingServer) -> None:
+        """A ring's thread. Without it the process would look well and do nothing."""
         try:
-            if self._work is not None and self._work.cpu is not None:
-                os.sched_setaffinity(0, {self._work.cpu})
-            serve()
+            if work.cpu is not None:
+                os.sched_setaffinity(0, {work.cpu})
+            server.serve(work.serve, work.native)
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._break, error)
 
@@ -221,7 +244,7 @@ async def run_ring_worker(
     load_first: Load | None = None,
 ) -> None:
     """Runs the process until it has drained. `load` runs in a thread and may take long. `load_first` does
-    likewise for the ring of the cpu_worker, to which the process attaches before it attaches to the
+    likewise for the rings of the cpu_worker, to which the process attaches before it attaches to the
     gpu_worker."""
     gateway_listener = GatewayListener(context, on_gateway_message)
     links = _Links(context)
@@ -233,34 +256,34 @@ async def run_ring_worker(
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(gateway_link.run(), name="gateway link")]
-        work = await load_in_thread(partial(_load_all, load, post))
-        first_work: RingWork | None = None
+        works = await load_in_thread(partial(_load_all, load, post))
+        first_works: Sequence[RingWork] = ()
         try:
             if load_first is not None:
-                first_work = await load_in_thread(partial(_load_all, load_first, post))
-            gateway_listener.loaded(work.capabilities if work is not None else {})
-            roles = [Role.GPU_WORKER] if first_work is None else [Role.CPU_WORKER, Role.GPU_WORKER]
+                first_works = await load_in_thread(partial(_load_all, load_first, post))
+            gateway_listener.loaded(dict(chain.from_iterable(work.capabilities.items() for work in works)))
+            roles = [Role.GPU_WORKER] if load_first is None else [Role.CPU_WORKER, Role.GPU_WORKER]
             attachments = _Attachments(context, roles, gateway_link.beat)
             attachments.tell()
-            ring_listener = RingListener(context, Role.GPU_WORKER, work, attachments)
+            ring_listener = RingListener(context, Role.GPU_WORKER, works, attachments)
             ring_link = links.to(Role.GPU_WORKER, ring_listener)
             listeners = [ring_listener]
-            if first_work is None:
+            if load_first is None:
                 running = ring_link.run()
             else:
-                first_listener = RingListener(context, Role.CPU_WORKER, first_work, attachments)
+                first_listener = RingListener(context, Role.CPU_WORKER, first_works, attachments)
                 listeners.append(first_listener)
                 first_link = links.to(Role.CPU_WORKER, first_listener)
                 tasks.append(group.create_task(first_link.run(), name="cpu_worker link"))
                 running = _run_while_attached(first_listener, ring_link)
             tasks.append(group.create_task(running, name="gpu_worker link"))
-            if work is not None and work.listener is not None:
+            for listener in filter(None, (work.listener for work in works)):
                 server = LinkServer(
-                    context.identity, context.directory, [Role.STAGER], work.listener, context.config
+                    context.identity, context.directory, [Role.STAGER], listener, context.config
                 )
                 tasks.append(group.create_task(server.run(), name="stager link"))
             tasks += [
-                group.create_task(_raised_by(listener.broken), name="ring thread") for listener in listeners
+                group.create_task(_raised_by(attached.broken), name="ring thread") for attached in listeners
             ]
             await context.drain.wait()
             context.state = ProcessState.DRAINING
@@ -273,9 +296,8 @@ async def run_ring_worker(
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
             finally:
-                for loaded in (work, first_work):
-                    if loaded is not None:
-                        loaded.close()
+                for loaded in (*works, *first_works):
+                    loaded.close()
 
 
 async def _run_while_attached(first: RingListener, link: LinkClient) -> None:
@@ -288,12 +310,12 @@ async def _run_while_attached(first: RingListener, link: LinkClient) -> None:
             running.cancel()
 
 
-def _load_all(load: Load, post: Post) -> RingWork | None:
-    work = load(post)
-    if work is not None and work.native is not None:
+def _load_all(load: Load, post: Post) -> Sequence[RingWork]:
+    works = load(post)
+    if any(work.native is not None for work in works):
         # Compiled while there is progress to look at, not when the first ring comes.
         serve_kernel()
-    return work
+    return works
 
 
 async def _raised_by(broken: asyncio.Future[None]) -> None:

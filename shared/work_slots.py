@@ -2,7 +2,7 @@
 stager.
 
 Both sides of a ring build its shape from the model's metadata and a number that Init announces (tokens in a
-step, places of a layer), so neither tells the other where an array lies.
+step, places of a layer, places for staging), so neither tells the other where an array lies.
 """
 
 import mmap
@@ -49,7 +49,7 @@ class NgramHeader(IntEnum):
 
 
 class BlobHeader(IntEnum):
-    """Places in the `header` of a blob slot."""
+    """Places in the `header` of a blob slot, also of one for staging."""
 
     LAYER = 0
     COUNT = 1
@@ -123,13 +123,28 @@ def blob_ring(num_layers: int, places_per_layer: int, pool_bytes: int) -> RingSh
     counts blobs whose state has changed, and is what the cpu_worker sleeps on. `pool` holds the places from
     its first whole page on (`shared.expert_blobs`).
     """
-    num_places = num_layers * places_per_layer
+    return _blobs(places_per_layer, num_layers * places_per_layer, pool_bytes)
+
+
+def staging_ring(num_places: int, place_bytes: int) -> RingShape:
+    """gpu_worker -> stager: blobs of one layer's experts that are to be brought into staging places.
+
+    As `blob_ring`, with the gpu_worker in the cpu_worker's place; but a place takes a blob of any layer, so
+    it has `place_bytes`, those of the layer whose places are largest (`BlobLayout.largest_place_bytes`), and
+    `places` are counted from the first of the pool. A blob that was copied from where it lies in memory has
+    no reads.
+    """
+    return _blobs(num_places, num_places, num_places * place_bytes)
+
+
+def _blobs(most_in_slot: int, num_places: int, pool_bytes: int) -> RingShape:
+    """A ring that blobs come through."""
     return RingShape(
         _NUM_BLOB_SLOTS,
         {
             "header": (np.int64, (_HEADER_WORDS,)),
-            "experts": (np.int32, (places_per_layer,)),
-            "places": (np.int32, (places_per_layer,)),
+            "experts": (np.int32, (most_in_slot,)),
+            "places": (np.int32, (most_in_slot,)),
         },
         {
             "arrived": (np.int64, (_HEADER_WORDS,)),

@@ -1,5 +1,5 @@
-"""The stager at work: serves the n-gram ring of the gpu_worker and the blob ring of the cpu_worker, and takes
-the gateway's hints."""
+"""The stager at work: serves the gpu_worker's rings of n-gram features and of staging places and the
+cpu_worker's blob ring, and takes the gateway's hints."""
 
 import logging
 import os
@@ -18,7 +18,8 @@ from shared.ring import Arrays, RingShape
 from shared.ring_worker import RingWork, run_ring_worker
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import cpu_set
-from shared.work_slots import NgramHeader, blob_ring, ngram_ring
+from shared.work_slots import NgramHeader, blob_ring, ngram_ring, staging_ring
+from stager.blob_sources import BlobSources
 from stager.expert_blobs import BlobService
 from stager.native_slots import NativeNgrams
 from stager.ngram_rows import MAX_ROWS, RowReader
@@ -26,6 +27,7 @@ from stager.ngram_table import NgramTable, TableOptions
 from stager.prefetch import TOKENS_PER_PIECE, PromptPrefetcher
 from stager.ram_residency import RamResidency
 from stager.read_queue import Faults, ReadQueue
+from stager.staging import StagingService
 
 _log = logging.getLogger(__name__)
 
@@ -114,23 +116,30 @@ class Stager:
         config = context.config
         self._faults = Faults(delay_s=config.io_delay_ms / 1000, fail_every=config.io_fail_every)
         self._prefetcher: PromptPrefetcher | None = None
+        self._sources = BlobSources()
 
     async def run(self) -> None:
         """Runs until drained."""
         config = self._context.config
         os.sched_setaffinity(0, cpu_set(config.stager_cpus, flag="--stager-cpus", second_half=True))
         keeps_experts = config.experts != ExpertMode.MAPPED
+        if not keeps_experts:
+            self._sources.mode = ExpertMode.MAPPED
         await run_ring_worker(
             self._context, self._load, self._hint, load_first=self._load_blobs if keeps_experts else None
         )
 
-    def _load(self, post: Callable[[Message], None]) -> RingWork | None:
+    def _load(self, post: Callable[[Message], None]) -> list[RingWork]:
+        """What is done for the gpu_worker."""
+        model_config = read_model_config(self._context.model)
+        check_tensors(self._context.model, model_config)
+        staging = self._load_staging(BlobLayout(self._context.model, model_config.num_layers))
+        if model_config.ngram is None:
+            return [staging]
+        return [self._load_ngrams(model_config.ngram, post), staging]
+
+    def _load_ngrams(self, ngram: NgramConfig, post: Callable[[Message], None]) -> RingWork:
         context, config = self._context, self._context.config
-        model_config = read_model_config(context.model)
-        check_tensors(context.model, model_config)
-        ngram = model_config.ngram
-        if ngram is None:
-            return None
         context.report("compiling the decoder of the n-gram table", 0.1)
         table_format = quants.block_format(context.model.info(NGRAM_TABLE).type.type_id)
         quants.warm(gathered=[table_format])
@@ -141,12 +150,24 @@ class Stager:
         context.measure = service.gauges
         return service.work
 
-    def _load_blobs(self, post: Callable[[Message], None]) -> RingWork:
+    def _load_staging(self, layout: BlobLayout) -> RingWork:
+        depth = self._context.config.io_depth
+        service = StagingService(layout, self._sources, lambda: ReadQueue(depth, self._faults))
+        return RingWork(
+            shape=lambda init: staging_ring(init.staging_places, layout.largest_place_bytes),
+            serve=service,
+            close=service.close,
+            opened=lambda ring, init: service.open(ring),
+            closed=service.close,
+            segment=lambda init: init.staging_segment,
+        )
+
+    def _load_blobs(self, post: Callable[[Message], None]) -> list[RingWork]:
         """What is done for the cpu_worker: experts are read when it asks, or all of them before it begins."""
         context = self._context
         num_layers = read_model_config(context.model).num_layers
         layout = BlobLayout(context.model, num_layers)
-        service = BlobService(layout, ReadQueue(context.config.io_depth, self._faults))
+        service = BlobService(layout, ReadQueue(context.config.io_depth, self._faults), self._sources)
         residency = RamResidency(context.model, num_layers, context.report)
 
         def shape(init: Init) -> RingShape:
@@ -155,15 +176,22 @@ class Stager:
         def prepare(init: Init) -> None:
             if init.experts == ExpertMode.RESIDENT:
                 residency.hold(is_required=context.config.experts == ExpertMode.RESIDENT)
+            self._sources.mode = ExpertMode(init.experts)
 
-        return RingWork(
+        def release() -> None:
+            self._sources.mode = None
+            residency.release()
+
+        work = RingWork(
             shape=shape,
             serve=service,
             close=service.close,
             prepare=prepare,
-            release=residency.release,
+            release=release,
             opened=lambda ring, init: service.open(ring, init.places_per_layer),
+            closed=service.forget_ring,
         )
+        return [work]
 
     def _hint(self, message: FromBinding) -> None:
         if self._prefetcher is None:

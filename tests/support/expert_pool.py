@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from cpu_worker.expert_layer import ExpertLayer
 from cpu_worker.expert_pool import ExpertPool
-from shared.expert_blobs import BlobLayout
+from shared.expert_blobs import BlobLayout, ExpertMode
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.native.records import Record
 from shared.ring import Arrays, RingClient
 from shared.work_slots import blob_ring
+from stager.blob_sources import BlobSources
 from stager.expert_blobs import BlobService
 from stager.read_queue import NO_FAULTS, Faults, ReadQueue
 from tests.support.expert_ring import served
@@ -50,6 +51,7 @@ class Pooled:
     pool: ExpertPool
     ring: RingClient
     reader: Reader
+    sources: BlobSources
 
 
 @contextmanager
@@ -66,7 +68,8 @@ def pooled(
     layout, reader = BlobLayout(file, config.num_layers), Reader(depth, faults)
     pool = ExpertPool(layout, config.num_experts, places_per_layer)
     shape = blob_ring(config.num_layers, places_per_layer, layout.pool_bytes(places_per_layer))
-    service = BlobService(layout, reader)
+    sources = BlobSources(ExpertMode.POOL)
+    service = BlobService(layout, reader, sources)
     ring = RingClient(shape, f"test-pool-{next(_numbers)}", secrets.token_hex(8), spin_s=0)
     layers = [ExpertLayer(file, layer, pool) for layer in range(config.num_layers)]
 
@@ -78,7 +81,7 @@ def pooled(
             service.open(server, places_per_layer)
             if attached:
                 pool.open(ring)
-            yield Pooled(layers, pool, ring, reader)
+            yield Pooled(layers, pool, ring, reader, sources)
     finally:
         # What a test has put there may know the layers, and through them the mapped file.
         reader.before = lambda reads: None

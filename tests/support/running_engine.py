@@ -28,6 +28,7 @@ from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.scheduler import Scheduler
 from shared.errors import WorkerFailedError
+from shared.expert_blobs import BlobLayout, ExpertMode
 from shared.gguf.model import GGUFModel
 from shared.messages import (
     GenerateRequest,
@@ -42,8 +43,11 @@ from shared.model_config import read_model_config
 from shared.native.team import Team
 from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
 from shared.run_directory import Role, new_incarnation
-from shared.work_slots import expert_ring, ngram_ring
+from shared.work_slots import expert_ring, ngram_ring, staging_ring
+from stager.blob_sources import BlobSources
 from stager.ngram_rows import open_rows
+from stager.read_queue import ReadQueue
+from stager.staging import StagingService
 from stager.worker import NgramSlots
 from tests.support.expert_pool import Pooled, pooled
 
@@ -73,9 +77,11 @@ class RunningEngine:
         torch_device: torch.device | None = None,
         places_per_layer: int = 0,
         natively: bool = False,
+        staging_places: int = 0,
     ) -> None:
         """On the CpuDevice, or on a TorchDevice where `torch_device` is given. Experts come from a pool with
-        `places_per_layer`, if it is not 0, and are served in machine code if `natively`."""
+        `places_per_layer`, if it is not 0, and are served in machine code if `natively`. Where there are
+        `staging_places`, the stager brings experts there, from the pool or the mapped file."""
         file = GGUFModel(path)
         config = read_model_config(file)
         self.device: Device = CpuDevice(file, 1) if torch_device is None else TorchDevice(file, torch_device)
@@ -101,7 +107,7 @@ class RunningEngine:
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count()
         self._incarnation = new_incarnation()
-        self._workers: dict[Role, _Worker] = {}
+        self._workers: dict[Role, list[_Worker]] = {}
         max_tokens = parallel + prefill
         self._team = Team(1)
         self._pool_files = contextlib.ExitStack()
@@ -124,25 +130,48 @@ class RunningEngine:
         if config.ngram is not None:
             slots = NgramSlots(open_rows(file, config.ngram))
             self._work[Role.STAGER] = (ngram_ring(config.ngram, max_tokens), slots, None)
+        self._staging_places = staging_places
+        self._layout = BlobLayout(file, config.num_layers)
+        self._sources = self.pooled.sources if self.pooled is not None else BlobSources(ExpertMode.MAPPED)
 
     def attach(self, role: Role) -> None:
         """Starts a worker and tells the engine."""
         purpose = f"{role}-{next(self._numbers)}"
-        worker = self._workers[role] = _Worker(purpose, self._incarnation, *self._work[role])
-        self.engine.submit(AttachRing(role, worker.client))
+        workers: list[_Worker] = []
+        ring, staging = None, None
+        if role in self._work:
+            workers.append(_Worker(purpose, self._incarnation, *self._work[role]))
+            ring = workers[-1].client
+        if role is Role.STAGER and self._staging_places:
+            workers.append(self._new_staging(f"{purpose}-staging"))
+            staging = workers[-1].client
+        self._workers[role] = workers
+        self.engine.submit(AttachRing(role, ring, staging))
+
+    def _new_staging(self, purpose: str) -> "_Worker":
+        service = StagingService(self._layout, self._sources, lambda: ReadQueue(4))
+        shape = staging_ring(self._staging_places, self._layout.largest_place_bytes)
+        worker = _Worker(purpose, self._incarnation, shape, service, None, starts=False)
+        service.open(worker.server)
+        worker.on_stop = service.close
+        worker.start()
+        return worker
 
     def attach_all(self) -> None:
         """Starts every worker the model needs."""
-        for role in self._work:
+        roles = dict.fromkeys([*self._work, *([Role.STAGER] if self._staging_places else [])])
+        for role in roles:
             self.attach(role)
 
     def lose(self, role: Role) -> None:
         """Ends a worker, as the link does when one died."""
         failure = WorkerFailedError(f"the {role} is lost")
-        worker = self._workers.pop(role)
-        worker.client.fail(failure)
+        workers = self._workers.pop(role)
+        for worker in workers:
+            worker.client.fail(failure)
         self.engine.submit(DetachRing(role, failure))
-        worker.stop()
+        for worker in workers:
+            worker.stop()
 
     def ask(self, request_id: str, prompt: list[int], max_new_tokens: int = 8, **changes: object) -> None:
         """Submits a request, greedy unless `changes` says otherwise."""
@@ -192,7 +221,7 @@ class RunningEngine:
         """Ends all threads."""
         self.gate.set()
         self.engine.stop()
-        for worker in self._workers.values():
+        for worker in itertools.chain.from_iterable(self._workers.values()):
             worker.stop()
         self.device.close()
         self._team.close()
@@ -221,15 +250,23 @@ class _Worker:
         shape: RingShape,
         work: Callable[[Arrays], None],
         native: NativeWork | None,
+        *,
+        starts: bool = True,
     ) -> None:
         self.client = RingClient(shape, purpose, incarnation, spin_s=0)
-        self._server = RingServer(shape, self.client.descriptor, spin_s=0)
+        self.server = RingServer(shape, self.client.descriptor, spin_s=0)
         self._thread = threading.Thread(
-            target=self._server.serve, args=(work, native), name=purpose, daemon=True
+            target=self.server.serve, args=(work, native), name=purpose, daemon=True
         )
+        self.on_stop: Callable[[], None] = lambda: None
+        if starts:
+            self.start()
+
+    def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._server.stop()
+        self.server.stop()
         self._thread.join(TIMEOUT_S)
-        self._server.close()
+        self.server.close()
+        self.on_stop()
