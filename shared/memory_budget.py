@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
-from shared.tensor_catalog import TensorClass, classify
+from shared.placement.sizes import context_bytes, dense_file_bytes
 
 _FLOOR_PART = 16
 _SMALLEST_FLOOR = 128 << 20
@@ -27,20 +27,11 @@ _SMALLEST_FLOOR = 128 << 20
 _PROCESSES_BYTES = 800 << 20
 # For how many tokens of context, of all requests together, keys and values are accounted for.
 _CONTEXT_TOKENS = 8192
-_FLOAT_BYTES = 4
 SMALL_TABLE_BYTES = 64 << 20
 """An n-gram table of this size is loaded: the programs are larger."""
 _ROW_CACHE_PART, _LARGEST_ROW_CACHE = 32, 1 << 30
 # Rings, and what the steps of a model keep between layers.
 _BUFFERS_BYTES = 128 << 20
-# Read by rows, or not at all.
-_NOT_DENSE = {
-    TensorClass.EXPERTS_GATE_UP,
-    TensorClass.EXPERTS_DOWN,
-    TensorClass.NGRAM_TABLE,
-    TensorClass.EMBEDDING,
-    TensorClass.PREDICTION,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,33 +108,41 @@ class Needs:
     """What the stack will take beside experts, in bytes."""
 
     dense: int
-    """Weights that every token needs, where the file maps them."""
+    """Weights that every token needs, where the file maps them; none where they are on a CUDA device."""
     context: int
-    """Keys and values."""
+    """Keys and values, unless they are on a CUDA device."""
     rows: int
     """Rows of the n-gram table."""
     processes: int
     """Programs, and what they keep in their own memory, beyond what they have already."""
+    slots: int = 0
+    """Slots of experts where RAM plays the memory of a device."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.dense + self.context + self.rows + self.processes
+        return self.dense + self.context + self.rows + self.processes + self.slots
 
 
-def needs_of(model: GGUFModel, config: Qwen4ExpConfig, held: "Held", row_bytes: int) -> Needs:
+def needs_of(
+    model: GGUFModel,
+    config: Qwen4ExpConfig,
+    held: "Held",
+    row_bytes: int,
+    *,
+    is_on_cuda: bool = False,
+    slot_bytes: int = 0,
+) -> Needs:
     """What a stack with this model will take, less what it has of that already; `row_bytes` for rows of the
-    n-gram table."""
-    dense = sum(model.info(name).num_bytes for name in model if classify(name, config) not in _NOT_DENSE)
-    if "output.weight" not in model:
-        dense += model.info("token_embd.weight").num_bytes
-    num_attention = sum(not recurrent for recurrent in config.is_recurrent)
-    key_and_value = 2 * config.num_kv_heads * config.head_dim + config.indexer.head_dim
+    n-gram table, `slot_bytes` for slots of experts that are in RAM. A model that runs on a CUDA device has
+    its dense weights, keys and values there."""
+    context = context_bytes(config, min(_CONTEXT_TOKENS, config.context_length))
     return Needs(
-        dense=dense,
-        context=num_attention * key_and_value * _FLOAT_BYTES * min(_CONTEXT_TOKENS, config.context_length),
+        dense=0 if is_on_cuda else dense_file_bytes(model, config),
+        context=0 if is_on_cuda else context,
         rows=row_bytes,
         processes=max(0, _PROCESSES_BYTES - held.private) + _BUFFERS_BYTES,
+        slots=slot_bytes,
     )
 
 

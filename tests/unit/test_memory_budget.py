@@ -101,8 +101,9 @@ def test_what_else_is_needed(tmp_path: Path) -> None:
             model.info(name).num_bytes for name in model if not any(part in name for part in left_out)
         )
         assert needs.dense == expected
-        # Two heads of keys and values of 32 each, one of the indexer, for the 512 tokens there can be.
-        assert needs.context == 4 * 512 * (2 * 32 + 32)
+        # A head of keys and one of values of 32 each for the 512 tokens there can be, one of the indexer for
+        # every four.
+        assert needs.context == 4 * (512 * 2 * 32 + 512 // 4 * 32)
         held = needs_of(model, config, Held(private=100 * MIB, locked=1000), row_bytes=0)
         assert held.dense == needs.dense
         assert needs.processes - held.processes == 100 * MIB

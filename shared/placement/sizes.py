@@ -1,0 +1,171 @@
+"""What the parts of a model take of the device's memory and of RAM, in bytes: from its header alone."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shared.expert_blobs import BlobLayout
+from shared.gguf.model import GGUFModel
+from shared.model_config import Qwen4ExpConfig
+from shared.tensor_catalog import ExpectedTensor, TensorClass, classify, expected_tensors
+
+FLOAT_BYTES = 4
+# Whatever a kernel reads at a time, the matrices of a blob begin where it may.
+_PART_ALIGNMENT, _SLOT_ALIGNMENT = 64, 256
+# As the torch device keeps matrices: these types as they are, the others as float16.
+_MATRIX_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_DECODED_BYTES = 2
+_EXPERTS = (TensorClass.EXPERTS_GATE_UP, TensorClass.EXPERTS_DOWN)
+# Read by rows, or not at all.
+_NOT_DENSE = {*_EXPERTS, TensorClass.NGRAM_TABLE, TensorClass.EMBEDDING, TensorClass.PREDICTION}
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The experts of a model: `slot_bytes` of a slot of the device by layer, how many experts a layer has,
+    and how many of them a token uses."""
+
+    slot_bytes: tuple[int, ...]
+    num_experts: int
+    num_used: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, each with experts of its own."""
+        return len(self.slot_bytes)
+
+    @property
+    def num_pairs(self) -> int:
+        """Experts of all layers."""
+        return self.num_layers * self.num_experts
+
+    @cached_property
+    def round_bytes(self) -> int:
+        """One slot of every layer."""
+        return sum(self.slot_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """All experts."""
+        return self.num_experts * self.round_bytes
+
+    @property
+    def mean_slot_bytes(self) -> float:
+        """Of a slot of any layer."""
+        return self.round_bytes / self.num_layers
+
+
+def expert_sizes(layout: BlobLayout, config: Qwen4ExpConfig) -> ExpertSizes:
+    """Those of a model. A slot has gate, up and down side by side, each from a multiple of 64 bytes on, and
+    is a multiple of 256."""
+    return ExpertSizes(
+        tuple(
+            _up_to(_SLOT_ALIGNMENT, sum(_up_to(_PART_ALIGNMENT, part.num_bytes) for part in layer.parts))
+            for layer in layout.layers
+        ),
+        config.num_experts,
+        config.num_experts_used,
+    )
+
+
+def context_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
+    """Keys and values of so many positions, and the indexer's key of each complete block, all float32."""
+    of_position = 2 * config.num_kv_heads * config.head_dim
+    num_floats = 0
+    for layer, is_recurrent in enumerate(config.is_recurrent):
+        if not is_recurrent:
+            ratio = config.compress_ratios[layer]
+            num_blocks = num_tokens // ratio if ratio else 0
+            num_floats += num_tokens * of_position + num_blocks * config.indexer.head_dim
+    return FLOAT_BYTES * num_floats
+
+
+def state_bytes(config: Qwen4ExpConfig) -> int:
+    """What one sequence keeps however long it is: matrices and convolution inputs of the delta nets, raw keys
+    of the indexer's open blocks, and the n-gram convolution's inputs; all float32."""
+    of_delta_net = (
+        config.num_delta_value_heads * config.delta_head_dim**2
+        + (config.conv_kernel - 1) * config.delta_channels
+    )
+    num_floats = sum(
+        of_delta_net if is_recurrent else config.compress_ratios[layer] * config.indexer.head_dim
+        for layer, is_recurrent in enumerate(config.is_recurrent)
+    )
+    if config.ngram is not None:
+        num_floats += config.ngram.history_length * config.stream_width
+    return FLOAT_BYTES * num_floats
+
+
+def dense_file_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
+    """Weights that every token needs, as the file has them; the embedding only where it is the output matrix
+    too."""
+    dense = sum(model.info(name).num_bytes for name in model if classify(name, config) not in _NOT_DENSE)
+    if "output.weight" not in model:
+        dense += model.info("token_embd.weight").num_bytes
+    return dense
+
+
+def dense_device_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
+    """The same weights and the embedding on a torch device: matrices as float16 unless the file has floats,
+    vectors and kernels of convolutions as float32."""
+    return sum(
+        _num_weights(model, tensor)
+        * (
+            _MATRIX_BYTES.get(model.info(tensor.name).type.name, _DECODED_BYTES)
+            if _is_matrix(tensor)
+            else FLOAT_BYTES
+        )
+        for tensor in _dense_tensors(model, config)
+    )
+
+
+def widest_matrix_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
+    """The largest matrix but the embedding as float32: what a torch device makes of it for a product."""
+    return FLOAT_BYTES * max(
+        _num_weights(model, tensor)
+        for tensor in _dense_tensors(model, config)
+        if _is_matrix(tensor) and _is_multiplied(model, tensor)
+    )
+
+
+def active_weights(model: GGUFModel, config: Qwen4ExpConfig) -> int:
+    """Weights that one token of a prompt is multiplied with. The output matrix is left out: only the last
+    token needs it."""
+    dense = sum(
+        _num_weights(model, tensor)
+        for tensor in _dense_tensors(model, config)
+        if tensor.tensor_class not in (TensorClass.EMBEDDING, TensorClass.HEAD)
+    )
+    routed = sum(
+        _num_weights(model, tensor)
+        for tensor in expected_tensors(config, model)
+        if tensor.tensor_class in _EXPERTS
+    )
+    return dense + routed * config.num_experts_used // config.num_experts
+
+
+def _dense_tensors(model: GGUFModel, config: Qwen4ExpConfig) -> list[ExpectedTensor]:
+    """What the gpu_worker loads."""
+    return [
+        tensor
+        for tensor in expected_tensors(config, model)
+        if tensor.tensor_class not in (*_EXPERTS, TensorClass.NGRAM_TABLE) and tensor.name in model
+    ]
+
+
+def _is_matrix(tensor: ExpectedTensor) -> bool:
+    return len(tensor.shape) == 2 and "conv1d" not in tensor.name
+
+
+def _is_multiplied(model: GGUFModel, tensor: ExpectedTensor) -> bool:
+    return tensor.tensor_class is not TensorClass.EMBEDDING or "output.weight" not in model
+
+
+def _num_weights(model: GGUFModel, tensor: ExpectedTensor) -> int:
+    count = 1
+    for extent in model.info(tensor.name).shape:
+        count *= extent
+    return count
+
+
+def _up_to(multiple: int, num_bytes: int) -> int:
+    return -(-num_bytes // multiple) * multiple
