@@ -1,7 +1,8 @@
 """What requests needed and where it came from: n-gram rows, routes to experts, reads of files.
 
 The workers count for the request that needed it; here the counts are put together, of one request and of all
-there ever were.
+there ever were. By the way that routes went: `device`, from a slot of the expert cache; `ram`, by the
+cpu_worker; `disk`, likewise, once it was read; `transferred` to the device for the step; `skipped`.
 """
 
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.messages import FileReads, PromptStaged, RequestTimings, RouteCounts
+from shared.messages import ExpertBytes, FileReads, PromptStaged, RequestTimings, RouteCounts
 
 
 class Purpose(StrEnum):
@@ -47,6 +48,15 @@ def shares_of(routes: RouteCounts) -> dict[str, tuple[int, float]]:
     return {way: (count, count / num_routes) for way, count in counts.items() if count}
 
 
+def expert_waits(timings: RequestTimings) -> dict[str, float]:
+    """Seconds that steps waited for experts, by way; those of the cpu_worker, read or not, are `ram`."""
+    return {
+        "device": timings.device_wait_s,
+        "ram": timings.expert_wait_s,
+        "transferred": timings.transfer_wait_s,
+    }
+
+
 class Totals:
     """Everything that was needed since this process began, also by requests whose clients left."""
 
@@ -55,6 +65,8 @@ class Totals:
         self.num_ngram_rows = 0
         self.num_ngram_hits = 0
         self.num_routes = dict.fromkeys(RouteCounts.__struct_fields__, 0)
+        self.expert_bytes = dict.fromkeys(ExpertBytes.__struct_fields__, 0)
+        self.expert_wait_s = dict.fromkeys(ExpertBytes.__struct_fields__, 0.0)
         self.num_major_faults = 0
 
     def finished(self, timings: RequestTimings) -> None:
@@ -65,6 +77,10 @@ class Totals:
         self.num_ngram_hits += timings.ngram_hits
         for way, count in msgspec.structs.asdict(timings.routes).items():
             self.num_routes[way] += count
+        for way, num_bytes in msgspec.structs.asdict(timings.expert_bytes).items():
+            self.expert_bytes[way] += num_bytes
+        for way, seconds in expert_waits(timings).items():
+            self.expert_wait_s[way] += seconds
         self.num_major_faults += timings.major_faults
 
     def staged(self, staged: PromptStaged) -> None:

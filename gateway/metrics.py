@@ -6,7 +6,7 @@ scrape sees all processes.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -116,6 +116,8 @@ def _stage_times(outcome: Outcome, tokenize_s: float) -> dict[str, float]:
         "decode": timings.decode_s,
         "ngram_wait": timings.ngram_wait_s,
         "expert_wait": timings.expert_wait_s,
+        "transfer_wait": timings.transfer_wait_s,
+        "device_wait": timings.device_wait_s,
         # Of its steps; while a prompt is staged nobody has to wait.
         "disk_wait": sum(reads.wait_s for reads in outcome.finished.timings.disk),
     }
@@ -170,7 +172,7 @@ class StackCollector(Collector):
 
     def _needs(self) -> Iterable[Metric]:
         totals = self._engine.totals
-        for name, text, value in (
+        plain: tuple[tuple[str, str, float], ...] = (
             ("strata_ngram_rows", "Rows of the n-gram table that tokens needed", totals.num_ngram_rows),
             ("strata_ngram_row_hits", "Those of them that were in memory", totals.num_ngram_hits),
             (
@@ -178,16 +180,25 @@ class StackCollector(Collector):
                 "Page faults of the workers in steps; those of a shared step count for each of its requests",
                 totals.num_major_faults,
             ),
-        ):
+        )
+        for name, text, value in plain:
             family = CounterMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
-        routes = CounterMetricFamily(
-            "strata_expert_routes", "Routes of tokens to experts, by way", labels=["model_name", "way"]
+        by_way: tuple[tuple[str, str, Mapping[str, float]], ...] = (
+            ("strata_expert_routes", "Routes of tokens to experts, by way", totals.num_routes),
+            ("strata_expert_bytes", "Bytes of experts that were read, or moved, by way", totals.expert_bytes),
+            (
+                "strata_expert_wait_seconds",
+                "What steps waited for experts, by way; a shared step's counts for each of its requests",
+                totals.expert_wait_s,
+            ),
         )
-        for way, count in totals.num_routes.items():
-            routes.add_metric([self._model, way], count)
-        yield routes
+        for name, text, values in by_way:
+            family = CounterMetricFamily(name, text, labels=["model_name", "way"])
+            for way, value in values.items():
+                family.add_metric([self._model, way], value)
+            yield family
 
     def _processes(self) -> Iterable[Metric]:
         state = GaugeMetricFamily(
@@ -197,7 +208,7 @@ class StackCollector(Collector):
             "strata_heartbeat_age_seconds", "Since the last sign of life", labels=["process"]
         )
         losses = GaugeMetricFamily("strata_process_losses", "Times a worker was lost", labels=["process"])
-        gauges: dict[str, GaugeMetricFamily] = {}
+        gauges: dict[str, Metric] = {}
         now = time.monotonic()
         heartbeats: dict[str, Heartbeat | None] = {"gateway": self._own_heartbeat()}
         for role, peer in self._engine.peers.items():
@@ -210,9 +221,12 @@ class StackCollector(Collector):
             for candidate in (*ProcessState, "absent"):
                 state.add_metric([process, candidate], float(candidate == current))
             for name, value in (heartbeat.gauges if heartbeat is not None else {}).items():
-                family = gauges.setdefault(
-                    name,
-                    GaugeMetricFamily(f"strata_process_{name}", f"{name} of a process", labels=["process"]),
-                )
-                family.add_metric([process], value)
+                family = gauges.setdefault(name, _process_family(name))
+                family.add_sample(f"strata_process_{name}", {"process": process}, value)
         yield from (state, age, losses, *gauges.values())
+
+
+def _process_family(name: str) -> Metric:
+    """For what processes measure by that name: a counter where that says so, a gauge otherwise."""
+    kind = "counter" if name.endswith("_total") else "gauge"
+    return Metric(f"strata_process_{name.removesuffix('_total')}", f"{name} of a process", kind)

@@ -83,14 +83,21 @@ class _Waits:
     """What steps have waited for since the start, in seconds, and the faults of this process."""
 
     experts_s: float
+    transfers_s: float
+    device_s: float
     ngram_s: float
     major_faults: int
 
     @classmethod
     def of(cls, ways: Ways) -> "_Waits":
         """As it is now."""
+        experts, ngram = ways.experts, ways.ngram
         return cls(
-            ways.experts.waited_s, ways.ngram.waited_s if ways.ngram is not None else 0.0, major_faults()
+            experts_s=experts.waited_s,
+            transfers_s=experts.transfer_waited_s,
+            device_s=experts.device_waited_s,
+            ngram_s=ngram.waited_s if ngram is not None else 0.0,
+            major_faults=major_faults(),
         )
 
     def book_since(self, before: "_Waits", works: list[Work]) -> None:
@@ -98,6 +105,8 @@ class _Waits:
         for work in works:
             clock = work.sequence.clock
             clock.expert_wait_s += self.experts_s - before.experts_s
+            clock.transfer_wait_s += self.transfers_s - before.transfers_s
+            clock.device_wait_s += self.device_s - before.device_s
             clock.ngram_wait_s += self.ngram_s - before.ngram_s
             clock.major_faults += self.major_faults - before.major_faults
 
@@ -156,6 +165,12 @@ class Engine:
         if self._scheduler.num_running or self._scheduler.num_waiting or not self._commands.empty():
             return 0.0
         return time.monotonic() - self._last_busy
+
+    def gauges(self) -> dict[str, float]:
+        """How experts are placed, for the heartbeat; nothing while a worker is missing. Called from any
+        thread."""
+        ways = self._ways
+        return ways.experts.gauges().as_heartbeat() if ways is not None else {}
 
     @property
     def num_running(self) -> int:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_worker.experts.counts import ExpertCounts
+from gpu_worker.experts.counts import ExpertCounts, Way
 from gpu_worker.sampler import Sampler
 from gpu_worker.state.sequence_state import SequenceState
-from shared.messages import FileReads, GenerateRequest, RequestTimings, RouteCounts
+from shared.messages import ExpertBytes, FileReads, GenerateRequest, RequestTimings, RouteCounts
 
 
 @dataclass(slots=True)
@@ -29,11 +29,18 @@ class Clock:
     first_token_at: float | None = None
     ngram_wait_s: float = 0.0
     expert_wait_s: float = 0.0
+    transfer_wait_s: float = 0.0
+    device_wait_s: float = 0.0
     ngram_rows: int = 0
     ngram_hits: int = 0
     ngram_read_s: float = 0.0
     num_routes: int = 0
+    num_device_routes: int = 0
     num_disk_routes: int = 0
+    num_transferred_routes: int = 0
+    num_skipped_routes: int = 0
+    expert_bytes: list[int] = field(default_factory=lambda: [0] * len(Way))
+    """By `Way`."""
     major_faults: int = 0
     disk: dict[str, DiskReads] = field(default_factory=dict)
     """By the names of the files."""
@@ -49,7 +56,13 @@ class Clock:
     def add_experts(self, counts: ExpertCounts, start: int, stop: int, routes_per_token: int) -> None:
         """Adds what a step says of its tokens `start` to `stop`, which are this request's."""
         self.num_routes += (stop - start) * routes_per_token
+        (device, transferred, skipped), expert_bytes = counts.ways_of(start, stop)
+        self.num_device_routes += device
         self.num_disk_routes += int(counts.disk_routes[start:stop].sum()) if counts.num_read else 0
+        self.num_transferred_routes += transferred
+        self.num_skipped_routes += skipped
+        for way, num_bytes in enumerate(expert_bytes):
+            self.expert_bytes[way] += num_bytes
         self.add_expert_reads(counts, start, stop)
 
     def add_expert_reads(self, counts: ExpertCounts, start: int, stop: int) -> None:
@@ -78,10 +91,17 @@ class Clock:
             decode_s=now - first_token_at,
             ngram_wait_s=self.ngram_wait_s,
             expert_wait_s=self.expert_wait_s,
+            transfer_wait_s=self.transfer_wait_s,
+            device_wait_s=self.device_wait_s,
             ngram_rows=self.ngram_rows,
             ngram_hits=self.ngram_hits,
             ngram_read_s=self.ngram_read_s,
-            routes=RouteCounts(ram=self.num_routes - self.num_disk_routes, disk=self.num_disk_routes),
+            routes=self._routes(),
+            expert_bytes=ExpertBytes(
+                device=self.expert_bytes[Way.DEVICE],
+                ram=self.expert_bytes[Way.RAM],
+                transferred=self.expert_bytes[Way.TRANSFERRED],
+            ),
             disk=[
                 FileReads(
                     file=file, num_reads=reads.num_reads, num_bytes=reads.num_bytes, wait_s=reads.wait_s
@@ -89,6 +109,18 @@ class Clock:
                 for file, reads in self.disk.items()
             ],
             major_faults=self.major_faults,
+        )
+
+    def _routes(self) -> RouteCounts:
+        """By way: what is not spoken for was computed from RAM."""
+        device, disk = self.num_device_routes, self.num_disk_routes
+        transferred, skipped = self.num_transferred_routes, self.num_skipped_routes
+        return RouteCounts(
+            device=device,
+            ram=self.num_routes - device - disk - transferred - skipped,
+            disk=disk,
+            transferred=transferred,
+            skipped=skipped,
         )
 
 

@@ -136,6 +136,7 @@ class GpuWorker:
             self._tell_state,
         )
         self._engine, self._peers = engine, peers
+        self._context.measure = engine.gauges
         engine.start()
         self._loaded.set()
         self._tell_state()

@@ -159,9 +159,27 @@ class RouteCounts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which way the routes of a request's tokens to their experts went; together they are all routes."""
 
     device: int = 0
+    """Computed by the device, from a slot of the expert cache."""
     ram: int = 0
+    """Computed by the cpu_worker, from RAM."""
     disk: int = 0
+    """Likewise, once the expert had been read."""
+    transferred: int = 0
+    """Computed by the device, to which the expert was copied for this step, alone or with its whole layer."""
     skipped: int = 0
+    """Left out (`--route-tail-skip`)."""
+
+
+class ExpertBytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes of the experts that a request's steps used, by where they were read or moved. In a step an expert
+    of a layer counts once for each way, for the request of the first token that took it."""
+
+    device: int = 0
+    """Read from slots of the device."""
+    ram: int = 0
+    """Read by the cpu_worker, those that came from the disk included."""
+    transferred: int = 0
+    """Copied to the device for a step."""
 
 
 class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,6 +192,11 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     decode_s: float
     ngram_wait_s: float
     expert_wait_s: float
+    """For the cpu_worker."""
+    transfer_wait_s: float = 0.0
+    """For experts on their way to the device, while there was nothing else to do."""
+    device_wait_s: float = 0.0
+    """For the device, which computed experts that it has."""
     ngram_rows: int = 0
     """Rows of the n-gram table that its tokens needed."""
     ngram_hits: int = 0
@@ -181,6 +204,7 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ngram_read_s: float = 0.0
     """How long rows were being read that its steps had asked for, whether or not anyone waited for them."""
     routes: RouteCounts = RouteCounts()
+    expert_bytes: ExpertBytes = ExpertBytes()
     disk: list[FileReads] = []
     """Reads that steps waited for, one entry a file. What was staged before is in PromptStaged."""
     major_faults: int = 0

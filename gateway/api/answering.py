@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from gateway.admission import Place
@@ -222,6 +223,8 @@ def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> d
         "ngram_read_ms": round(1e3 * times.ngram_read_s, 3),
         "ngram_wait_p95_ms": round(1e3 * outcome.ngram_wait_p95_s, 3),
         "expert_wait_ms": round(1e3 * times.expert_wait_s, 3),
+        "transfer_wait_ms": round(1e3 * times.transfer_wait_s, 3),
+        "device_wait_ms": round(1e3 * times.device_wait_s, 3),
         "ngram_n": times.ngram_rows,
         "ngram_hits_n": times.ngram_hits,
         "major_faults_n": times.major_faults,
@@ -232,6 +235,9 @@ def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> d
         timings["expert_routes"] = {
             way: {"n": count, "share": round(share, 6)} for way, (count, share) in routes.items()
         }
+    expert_bytes = {way: size for way, size in msgspec.structs.asdict(times.expert_bytes).items() if size}
+    if expert_bytes:
+        timings["expert_bytes_n"] = expert_bytes
     if times.disk:
         timings["disk"] = [_reads_of(reads) for reads in times.disk]
     staged = outcome.staged

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
+from gpu_worker.experts.gauges import ExpertGauges
 from shared.errors import GenerationError
 from shared.ring import Arrays, RingClient
 from shared.run_directory import Role
@@ -72,8 +73,14 @@ class CpuExperts:
         # take longer than what they are used for.
         self._num_tokens = 0
         self._views: dict[int, _Views] = {}
-        # Seconds spent waiting since the start; the caller takes differences.
+        # Seconds spent waiting since the start; the caller takes differences. This way waits for nobody else.
         self.waited_s = 0.0
+        self.transfer_waited_s = 0.0
+        self.device_waited_s = 0.0
+
+    def gauges(self) -> ExpertGauges:
+        """No expert is on a device."""
+        return ExpertGauges()
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
         """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over."""
@@ -85,7 +92,10 @@ class CpuExperts:
         views.activations[:] = x.numpy()
         views.expert_ids[:] = expert_ids.numpy()
         views.expert_weights[:] = weights.numpy()
-        return self._ring.submit()
+        ticket = self._ring.submit()
+        # The cpu_worker computes meanwhile. It reads of the slot what is read here.
+        self.counts.add_handed_over(layer, views.expert_ids)
+        return ticket
 
     def collect(self, ticket: int) -> Tensor:
         """The weighted sums [tokens, hidden], a view that is valid until the slot is next filled.

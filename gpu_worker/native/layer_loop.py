@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_worker.experts.cpu_way import SLOT_ARRAYS, CpuExperts
+from gpu_worker.native.expert_counts import count_handed_over
 from gpu_worker.native.workspace import Floats
 from gpu_worker.ngram_way import StagedFeatures
 from shared.native.memory import clock_ns, floats_at, ids_at, integers_at, load, load_shared, store
@@ -71,6 +72,7 @@ STEP = fields(
     "file_read_bytes",  # i64 [files, max_tokens]
     "token_failures",  # i32 [max_tokens, 3]
     "totals",  # i64 [4]
+    "counts",  # COUNTS
     # The stager's ring, where the features of its slots begin, how long it is waited for
     # (`StagedFeatures.native_way`), and the ticket of the step.
     "ngram_ring",
@@ -226,6 +228,7 @@ def _run_layers(step_address: int, start: int, stop: int) -> int:
             continue
         if not _hand_over(step_address, number):
             return _EXPERTS_FAILED
+        count_handed_over(step.counts, number, step.expert_ids, step.num_tokens, step.num_used)
         run_entries(
             step.team,
             layer.shared_entries,

@@ -43,6 +43,7 @@ def test_status_tells_more_of_every_process(stack: Stack) -> None:
         assert process["gauges"]["cpu_seconds"] > 0
         assert ("capabilities" in process) == (role in WORKERS)
     assert status["processes"]["gpu_worker"]["capabilities"]["max_context"] == 600
+    assert status["processes"]["gpu_worker"]["gauges"]["expert_cache_slots"] == 0
 
 
 def test_probes(stack: Stack) -> None:
@@ -126,7 +127,8 @@ def test_metrics_count_what_was_asked_and_answered(stack: Stack) -> None:
     assert grown(before, after, "strata_time_to_first_token_seconds_count") == 4
     assert grown(before, after, "strata_e2e_request_latency_seconds_count") == 4
     assert grown(before, after, "strata_inter_token_latency_seconds_count") == output_tokens - 4
-    for stage in ("queue", "tokenize", "prefill", "decode", "ngram_wait", "expert_wait"):
+    waits = ("ngram_wait", "expert_wait", "transfer_wait", "device_wait")
+    for stage in ("queue", "tokenize", "prefill", "decode", *waits):
         assert grown(before, after, "strata_stage_seconds_count", stage=stage) == 4
     ends = [usage["completion_tokens"] for usage in usages]
     assert min(ends) == 1

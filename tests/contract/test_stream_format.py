@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from shared.demo_model import DEMO_MODEL_PATH
+from shared.gguf.model import GGUFModel
+from shared.model_config import read_model_config
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.process
@@ -114,8 +117,23 @@ def test_timings_are_of_this_request(stack: Stack) -> None:
     assert timings["prompt_per_token_ms"] == pytest.approx(
         timings["prompt_ms"] / timings["prompt_n"], rel=0.01
     )
-    for name in ("queue_ms", "tokenize_ms", "ngram_wait_ms", "expert_wait_ms"):
+    waits = ("ngram_wait_ms", "expert_wait_ms", "transfer_wait_ms", "device_wait_ms")
+    for name in ("queue_ms", "tokenize_ms", *waits):
         assert timings[name] >= 0
+
+
+def test_routes_are_all_there_are(stack: Stack) -> None:
+    """Whatever way they went: of every token that was computed, in every layer, as many as a token uses."""
+    answer = stack.post(COMPLETIONS, {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}).json
+    timings = answer["timings"]
+    with GGUFModel(DEMO_MODEL_PATH) as file:
+        config = read_model_config(file)
+    num_computed = timings["prompt_n"] + timings["predicted_n"] - 1
+    routes = timings["expert_routes"].values()
+    num_routes = num_computed * config.num_layers * config.num_experts_used
+    assert sum(way["n"] for way in routes) == num_routes
+    assert sum(way["share"] for way in routes) == pytest.approx(1, abs=1e-5)
+    assert timings["expert_bytes_n"]["ram"] > 0
 
 
 def test_an_answer_that_stops_counts_its_last_token(stack: Stack) -> None:

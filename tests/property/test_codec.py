@@ -11,6 +11,7 @@ from shared.codec import decode_from_binding, decode_from_connecting, encode
 from shared.errors import ProtocolError
 from shared.messages import (
     AbortRequest,
+    ExpertBytes,
     Farewell,
     FileReads,
     ForgetPrompt,
@@ -48,9 +49,12 @@ timings = st.builds(
     decode_s=numbers,
     ngram_wait_s=numbers,
     expert_wait_s=numbers,
+    transfer_wait_s=numbers,
+    device_wait_s=numbers,
     ngram_rows=counts,
     ngram_hits=counts,
-    routes=st.builds(RouteCounts, device=counts, ram=counts, disk=counts, skipped=counts),
+    routes=st.builds(RouteCounts, device=counts, ram=counts, disk=counts, transferred=counts, skipped=counts),
+    expert_bytes=st.builds(ExpertBytes, device=counts, ram=counts, transferred=counts),
     disk=st.lists(file_reads, max_size=3),
     major_faults=counts,
 )

@@ -14,7 +14,7 @@ import pytest
 from gateway.api import answering
 from shared.errors import WorkerFailedError
 from shared.link import PeerState
-from shared.messages import Heartbeat, PrefillProgress, RouteCounts, TokenChunk
+from shared.messages import ExpertBytes, Heartbeat, PrefillProgress, RouteCounts, TokenChunk
 from shared.run_directory import Role
 from tests.support.gateway_parts import TIMINGS, InProcess, failed, finished, gateway, reads, staged
 
@@ -250,7 +250,10 @@ NEEDED = msgspec.structs.replace(
     TIMINGS,
     ngram_rows=120,
     ngram_hits=117,
-    routes=RouteCounts(ram=300, disk=100),
+    routes=RouteCounts(device=400, ram=300, disk=100, transferred=150, skipped=50),
+    expert_bytes=ExpertBytes(device=4000, ram=3000),
+    transfer_wait_s=0.125,
+    device_wait_s=0.25,
     disk=[reads("part-2", 3, 12288, 0.015), reads("part-1", 1, 4096, 0.001)],
     major_faults=2,
 )
@@ -265,7 +268,16 @@ async def test_timings_say_what_was_needed_and_where_it_came_from() -> None:
         running.answer(request, "x", timings=NEEDED)
         timings = (await (await asking).json())["timings"]
     assert (timings["ngram_n"], timings["ngram_hits_n"], timings["major_faults_n"]) == (120, 117, 2)
-    assert timings["expert_routes"] == {"ram": {"n": 300, "share": 0.75}, "disk": {"n": 100, "share": 0.25}}
+    assert timings["expert_routes"] == {
+        "device": {"n": 400, "share": 0.4},
+        "ram": {"n": 300, "share": 0.3},
+        "disk": {"n": 100, "share": 0.1},
+        "transferred": {"n": 150, "share": 0.15},
+        "skipped": {"n": 50, "share": 0.05},
+    }
+    assert timings["expert_bytes_n"] == {"device": 4000, "ram": 3000}
+    waits = ("expert_wait_ms", "transfer_wait_ms", "device_wait_ms")
+    assert [timings[name] for name in waits] == [300, 125, 250]
     assert timings["disk"] == [
         {"file": "part-1", "reads_n": 1, "bytes_n": 4096, "wait_ms": 1},
         {"file": "part-2", "reads_n": 43, "bytes_n": 176128, "wait_ms": 15},
@@ -295,7 +307,7 @@ async def test_timings_are_short_where_nothing_was_read() -> None:
     timings = end["timings"]
     assert (timings["ngram_n"], timings["ngram_hits_n"], timings["major_faults_n"]) == (0, 0, 0)
     assert timings["disk_bytes_n"] == 0
-    assert not {"disk", "staged", "expert_routes"} & timings.keys()
+    assert not {"disk", "staged", "expert_routes", "expert_bytes_n"} & timings.keys()
 
 
 async def test_what_the_stager_says_too_late_is_not_in_the_answer() -> None:

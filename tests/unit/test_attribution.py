@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.attribution import Purpose, Totals, by_file, shares_of
-from shared.messages import FileReads, PromptStaged, RequestTimings, RouteCounts
+from shared.messages import ExpertBytes, FileReads, PromptStaged, RequestTimings, RouteCounts
 
 counts = st.integers(0, 1 << 40)
 reads = st.builds(
@@ -20,12 +20,15 @@ reads = st.builds(
     # Such sums are exact.
     wait_s=st.integers(0, 1000).map(float),
 )
-routes = st.builds(RouteCounts, device=counts, ram=counts, disk=counts, skipped=counts)
+routes = st.builds(RouteCounts, device=counts, ram=counts, disk=counts, transferred=counts, skipped=counts)
+used = st.builds(ExpertBytes, device=counts, ram=counts, transferred=counts)
+# Such sums are exact.
+waits = st.tuples(*[st.integers(0, 1000).map(float)] * 3)
 
 
 def timings(*disk: FileReads, **needed: Any) -> RequestTimings:
     times = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ngram_wait_s", "expert_wait_s"), 0.0)
-    return RequestTimings(**times, disk=list(disk), **needed)
+    return RequestTimings(**{**times, **needed}, disk=list(disk))
 
 
 def sums(entries: list[FileReads]) -> dict[str, tuple[int, int, float]]:
@@ -61,7 +64,7 @@ def test_waiting_for_what_another_had_read_counts() -> None:
 def test_shares_add_up(taken: RouteCounts) -> None:
     shares = shares_of(taken)
     assert sum(count for count, _ in shares.values()) == (
-        taken.device + taken.ram + taken.disk + taken.skipped
+        taken.device + taken.ram + taken.disk + taken.transferred + taken.skipped
     )
     if shares:
         assert sum(share for _, share in shares.values()) == pytest.approx(1)
@@ -80,9 +83,27 @@ def test_totals_are_the_sums(
     assert totals.num_ngram_rows == sum(rows for _, _, rows, _, _ in finished)
     assert totals.num_ngram_hits == sum(hits for _, _, _, hits, _ in finished)
     assert totals.num_major_faults == sum(faults for _, _, _, _, faults in finished)
-    assert totals.num_routes == {way: by_way[way] for way in ("device", "ram", "disk", "skipped")}
+    ways = ("device", "ram", "disk", "transferred", "skipped")
+    assert totals.num_routes == {way: by_way[way] for way in ways}
     everything = by_file([entry for disk, *_ in finished for entry in disk])
     assert sums(list(totals.reads.values())) == sums(everything)
+
+
+@given(st.lists(st.tuples(used, waits), max_size=5))
+def test_bytes_and_waits_of_each_way_are_the_sums(
+    finished: list[tuple[ExpertBytes, tuple[float, ...]]],
+) -> None:
+    """That of the cpu_worker is the wait for what is in RAM, or was read into it."""
+    totals = Totals()
+    for taken, (device, ram, transferred) in finished:
+        totals.finished(
+            timings(expert_bytes=taken, device_wait_s=device, expert_wait_s=ram, transfer_wait_s=transferred)
+        )
+    ways = ("device", "ram", "transferred")
+    assert totals.expert_bytes == {way: sum(getattr(taken, way) for taken, _ in finished) for way in ways}
+    assert totals.expert_wait_s == {
+        way: sum(times[place] for _, times in finished) for place, way in enumerate(ways)
+    }
 
 
 def test_reads_ahead_of_time_are_told_from_those_of_steps() -> None:

@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import metrics as module
 from gateway.metrics import Metrics
+from gpu_worker.experts.gauges import ExpertGauges
 from shared.link import PeerState
-from shared.messages import Heartbeat, RouteCounts
+from shared.messages import ExpertBytes, Heartbeat, RouteCounts
 from shared.run_directory import Role
 from tests.support.gateway_parts import TIMINGS, InProcess, finished, gateway, reads, staged
 
@@ -88,7 +89,10 @@ async def test_what_requests_needed_adds_up_by_file_purpose_and_way() -> None:
         TIMINGS,
         ngram_rows=120,
         ngram_hits=117,
-        routes=RouteCounts(device=100, ram=300),
+        routes=RouteCounts(device=100, ram=300, transferred=50, skipped=7),
+        expert_bytes=ExpertBytes(device=10, ram=20, transferred=30),
+        transfer_wait_s=0.5,
+        device_wait_s=0.25,
         disk=[reads("part-1", 1, 4096, 0.25)],
         major_faults=2,
     )
@@ -111,8 +115,40 @@ async def test_what_requests_needed_adds_up_by_file_purpose_and_way() -> None:
         assert value("strata_ngram_rows_total") == 240
         assert value("strata_ngram_row_hits_total") == 234
         assert value("strata_request_major_faults_total") == 4
-        for way, count in (("device", 200), ("ram", 600), ("disk", 0), ("skipped", 0)):
+        by_way = {"device": 200, "ram": 600, "disk": 0, "transferred": 100, "skipped": 14}
+        for way, count in by_way.items():
             assert value("strata_expert_routes_total", way=way) == count
+        for way, count in {"device": 20, "ram": 40, "transferred": 60}.items():
+            assert value("strata_expert_bytes_total", way=way) == count
+        for way, seconds in {"device": 0.5, "ram": 0.6, "transferred": 1.0}.items():
+            assert value("strata_expert_wait_seconds_total", way=way) == seconds
+
+
+async def test_what_the_gpu_worker_measures_is_exported() -> None:
+    """As it names it: what only grows is a counter, also in its type."""
+    own = ExpertGauges(expert_cache_slots=8, expert_cache_resident=6, expert_swaps_total=3, pcie_frac=0.35)
+    async with gateway() as running:
+        peer = running.engine.peers[Role.GPU_WORKER]
+        peer.heartbeat = Heartbeat(state="ready", activity="a", progress=1, gauges=own.as_heartbeat())
+        for name, value in own.as_heartbeat().items():
+            assert gauge(running, f"strata_process_{name}", process="gpu_worker") == value
+        body, _ = running.services.metrics.exposition()
+        types = dict(re.findall("# TYPE ([a-z_]+) ([a-z]+)", body.decode()))
+        assert types["strata_process_expert_swaps_total"] == "counter"
+        assert types["strata_process_expert_cache_resident"] == "gauge"
+        status = await (await running.client.get("/v1/status")).json()
+        assert status["processes"]["gpu_worker"]["gauges"] == own.as_heartbeat()
+
+
+async def test_stages_have_the_waits_for_experts_of_each_way() -> None:
+    timings = msgspec.structs.replace(TIMINGS, expert_wait_s=1.0, transfer_wait_s=2.0, device_wait_s=3.0)
+    async with gateway() as running:
+        asking = asyncio.ensure_future(running.client.post("/v1/completions", json={"prompt": "a"}))
+        running.answer(await running.workers.requests.get(), "x", timings=timings)
+        assert (await asking).status == 200
+        for stage, seconds in (("expert_wait", 1), ("transfer_wait", 2), ("device_wait", 3)):
+            labels = {"model_name": "tiny", "stage": stage}
+            assert gauge(running, "strata_stage_seconds_sum", **labels) == seconds
 
 
 async def test_stages_have_the_waits_for_the_disk() -> None:
@@ -136,11 +172,15 @@ async def test_stages_have_the_waits_for_the_disk() -> None:
         assert stage("staging") == (1, 0.25)
 
 
-async def test_the_page_about_the_disk_names_metrics_that_there_are() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "disk.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page_name", ["disk.md", "experts-on-the-device.md"])
+async def test_pages_name_metrics_that_there_are(page_name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / page_name).read_text(encoding="utf-8")
     named = {name.removesuffix("_bucket") for name in re.findall("strata_[a-z_]+", page)}
     assert len(named) > 5
+    gauges = ExpertGauges().as_heartbeat()
     async with gateway() as running:
+        peer = running.engine.peers[Role.GPU_WORKER]
+        peer.heartbeat = Heartbeat(state="ready", activity="a", progress=1, gauges=gauges)
         body, _ = running.services.metrics.exposition()
     assert named <= set(re.findall("# TYPE ([a-z_]+) ", body.decode()))
 

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_worker.experts.counts import Way
 from gpu_worker.sampler import Sampler
 from gpu_worker.sequence import Clock, Sequence
-from shared.messages import GenerateRequest, Sampling
+from shared.messages import ExpertBytes, GenerateRequest, RouteCounts, Sampling
 
 SAMPLING = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -75,9 +76,22 @@ def test_before_the_first_step() -> None:
 def test_timings() -> None:
     """Queue, prompt and answer add up to the whole."""
     clock = Clock(arrived_at=10.0, started_at=12.0, first_token_at=15.0, ngram_wait_s=0.5, expert_wait_s=0.25)
+    clock.transfer_wait_s, clock.device_wait_s = 0.125, 0.75
     timings = clock.timings(now=21.0)
     assert (timings.queue_s, timings.prefill_s, timings.decode_s) == (2.0, 3.0, 6.0)
     assert (timings.ngram_wait_s, timings.expert_wait_s) == (0.5, 0.25)
+    assert (timings.transfer_wait_s, timings.device_wait_s) == (0.125, 0.75)
+
+
+def test_routes_that_nobody_has_spoken_for_went_to_ram() -> None:
+    """Those of all ways are all routes."""
+    clock = Clock(arrived_at=0.0, num_routes=100, num_device_routes=40, num_disk_routes=5)
+    clock.num_transferred_routes, clock.num_skipped_routes = 20, 3
+    clock.expert_bytes[Way.DEVICE], clock.expert_bytes[Way.TRANSFERRED] = 7, 8
+    clock.expert_bytes[Way.RAM] = 9
+    timings = clock.timings(1.0)
+    assert timings.routes == RouteCounts(device=40, ram=32, disk=5, transferred=20, skipped=3)
+    assert timings.expert_bytes == ExpertBytes(device=7, ram=9, transferred=8)
 
 
 def test_timings_of_a_request_that_never_began() -> None:
