@@ -280,6 +280,6 @@ def test_an_address_space_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> 
 
     memory = CpuMemory(BUDGET)
     monkeypatch.setattr(cpu_memory.mmap, "mmap", refuse)
-    with pytest.raises(ResourceError, match="0.0 MiB are free"):
+    with pytest.raises(ResourceError, match=r"0\.0 MiB are free"):
         memory.allocate(4096)
     assert memory.free_bytes() == BUDGET
