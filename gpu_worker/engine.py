@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -21,14 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_worker.experts.counts import ExpertFiles
-from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.model.qwen4exp import Qwen4Exp
-from gpu_worker.ngram_way import StagedFeatures
 from gpu_worker.sampler import Sampler
 from gpu_worker.scheduler import Scheduler, Work
 from gpu_worker.sequence import Clock, Sequence
-from gpu_worker.step import Ways, account_failed, compute, places
+from gpu_worker.step import account_failed, compute, places
+from gpu_worker.ways import AttachedWorkers, Ways
 from shared.errors import GenerationError, ModelOutputError, StepStalledError, WorkerFailedError
 from shared.messages import (
     AbortRequest,
@@ -45,6 +43,9 @@ from shared.ring import RingClient
 from shared.run_directory import Role
 
 _log = logging.getLogger(__name__)
+
+# Between two looks at experts that are being loaded while there is nothing else to do.
+_LOADING_LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +121,18 @@ class Engine:
         torch_device: torch.device,
         scheduler: Scheduler,
         post: Callable[[Message], None],
-        watchdog_s: float,
-        expert_files: ExpertFiles,
-        ngram_file: str,
+        workers: AttachedWorkers,
         cpu: int | None = None,
     ) -> None:
-        """`ngram_file` is the name of the file with the n-gram table; `cpu` what the thread is pinned to,
-        None for wherever the process may run."""
+        """`workers` are the thread's own; `cpu` is what it is pinned to, None for wherever the process may
+        run."""
         self._model = model
         self._torch_device = torch_device
         self._scheduler = scheduler
         self._post = post
-        self._watchdog_s = watchdog_s
-        self._expert_files = expert_files
-        self._ngram_file = ngram_file
+        self._workers = workers
         self._cpu = cpu
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._rings: dict[Role, RingClient] = {}
-        self._staging_ring: RingClient | None = None
-        self._ways: Ways | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_busy = time.monotonic()
         self.num_steps = 0
@@ -167,10 +161,8 @@ class Engine:
         return time.monotonic() - self._last_busy
 
     def gauges(self) -> dict[str, float]:
-        """How experts are placed, for the heartbeat; nothing while a worker is missing. Called from any
-        thread."""
-        ways = self._ways
-        return ways.experts.gauges().as_heartbeat() if ways is not None else {}
+        """How experts are placed, for the heartbeat. Called from any thread."""
+        return self._workers.gauges().as_heartbeat()
 
     @property
     def num_running(self) -> int:
@@ -198,23 +190,22 @@ class Engine:
         else:
             self.ended.set_result(None)
         finally:
-            for ring in self._all_rings():
-                ring.close()
-
-    def _all_rings(self) -> list[RingClient]:
-        staging = [self._staging_ring] if self._staging_ring is not None else []
-        return [*self._rings.values(), *staging]
+            self._workers.close()
 
     def _take_commands(self) -> bool:
         """Carries out what is queued; sleeps where there is neither a command nor a sequence."""
         while True:
             has_work = bool(self._scheduler.num_running or self._scheduler.num_waiting)
-            for ring in self._all_rings():
-                ring.set_in_use(has_work)
+            is_loading = self._workers.go_on_loading()
+            self._workers.set_in_use(has_work or is_loading)
             try:
-                command = self._commands.get(block=not has_work)
+                command = self._commands.get(
+                    block=not has_work, timeout=_LOADING_LOOK_S if is_loading else None
+                )
             except queue.Empty:
-                return True
+                if has_work:
+                    return True
+                continue
             self._last_busy = time.monotonic()
             if isinstance(command, Stop):
                 return False
@@ -233,39 +224,16 @@ class Engine:
                 if sequence is not None:
                     self._finish(sequence, "abort")
             case AttachRing(role=role, ring=ring, staging=staging):
-                if ring is not None:
-                    self._rings[role] = ring
-                if staging is not None:
-                    self._staging_ring = staging
-                self._ways = self._complete_ways()
+                self._workers.attach(role, ring, staging)
             case DetachRing(role=role, failure=failure):
-                self._ways = None
-                if role in self._rings:
-                    self._rings.pop(role).close()
-                if role is Role.STAGER and self._staging_ring is not None:
-                    self._staging_ring.close()
-                    self._staging_ring = None
+                self._workers.detach(role)
                 self._fail_all(failure)
             case AbortAll():
                 for sequence in list(self._scheduler):
                     self._scheduler.remove(sequence)
 
-    def _complete_ways(self) -> Ways | None:
-        """The ways to the other workers, once all that the model needs are attached."""
-        experts, ngram = self._rings.get(Role.CPU_WORKER), self._rings.get(Role.STAGER)
-        config = self._model.config.ngram
-        if experts is None or (config is not None and ngram is None):
-            return None
-        features = None
-        if ngram is not None and config is not None:
-            num_heads = len(config.head_vocab_sizes)
-            features = StagedFeatures(
-                ngram, self._torch_device, self._watchdog_s, self._ngram_file, num_heads
-            )
-        return Ways(CpuExperts(experts, self._torch_device, self._watchdog_s, self._expert_files), features)
-
     def _begin(self, request: GenerateRequest) -> None:
-        if self._ways is None:
+        if self._workers.ways is None:
             failure = WorkerFailedError("a worker process is missing; it is being restarted, try again soon")
             self._post_failure(request.request_id, failure)
             return
@@ -281,40 +249,26 @@ class Engine:
     def _step(self, works: list[Work]) -> None:
         if not works:
             return
-        assert self._ways is not None, "sequences are failed when a worker is lost"
+        ways = self._workers.ways
+        assert ways is not None, "sequences are failed when a worker is lost"
         started = time.monotonic()
         for work in works:
             clock = work.sequence.clock
             clock.started_at = clock.started_at or started
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
-        ways = self._ways
-        ways.experts.counts.begin([stop for _, _, stop in places(works)])
         before = _Waits.of(ways)
         try:
+            self._workers.claim_context(self._lengths_after(works))
+            ways.experts.begin_step([stop for _, _, stop in places(works)], num_prefilled)
             result = compute(self._model, works, ways, self._torch_device)
-        except GenerationError as error:
-            _log.error("a step of %d requests failed: %s", len(works), error)
-            if isinstance(error, StepStalledError):
-                for role, ring in self._rings.items():
-                    _log.error("meanwhile the %s %s", role, ring.describe())
-            _Waits.of(ways).book_since(before, works)
-            account_failed(works, ways)
-            for work, start, stop in places(works):
-                own = ways.experts.counts.failure(start, stop)
-                self._end_with_failure(work.sequence, own or error)
-            return
         except torch.AcceleratorError:
             # A device that has failed once in this way fails every time, until the process is started anew.
             raise
         except Exception as error:
-            if _is_out_of_memory(error):
-                _log.error("a step of %d requests failed: %s", len(works), error)
-                remedy = "the device is out of memory; lower --max-context, --parallel or --prefill"
-                self._fail(works, GenerationError(remedy))
-                return
-            _log.exception("a step of %d requests failed", len(works))
-            self._fail(works, GenerationError("an internal error; the server's log has the details"))
+            ways.experts.end_step(has_failed=True)
+            self._end_failed_step(error, works, ways, before)
             return
+        ways.experts.end_step()
         self.num_steps += 1
         after = _Waits.of(ways)
         after.book_since(before, works)
@@ -329,6 +283,32 @@ class Engine:
             _log.error("%s failed: %s", sequence.request_id, failure)
             self._end_with_failure(sequence, failure)
         self._advance(works, result.choices, ngram_wait_s)
+
+    def _lengths_after(self, works: list[Work]) -> Iterator[int]:
+        """How long the sequences that have state will be after a step."""
+        stops = {work.sequence.request_id: work.stop for work in works}
+        for sequence in self._scheduler.running:
+            yield max(stops.get(sequence.request_id, 0), sequence.num_computed)
+
+    def _end_failed_step(self, error: Exception, works: list[Work], ways: Ways, before: _Waits) -> None:
+        """Ends the sequences of a step, each with what has gone wrong for it."""
+        if isinstance(error, GenerationError):
+            _log.error("a step of %d requests failed: %s", len(works), error)
+            if isinstance(error, StepStalledError):
+                for words in self._workers.describe():
+                    _log.error("meanwhile %s", words)
+            _Waits.of(ways).book_since(before, works)
+            account_failed(works, ways)
+            for work, start, stop in places(works):
+                own = ways.experts.counts.failure(start, stop)
+                self._end_with_failure(work.sequence, own or error)
+        elif _is_out_of_memory(error):
+            _log.error("a step of %d requests failed: %s", len(works), error)
+            remedy = "the device is out of memory; lower --max-context, --parallel or --prefill"
+            self._fail(works, GenerationError(remedy))
+        else:
+            _log.error("a step of %d requests failed", len(works), exc_info=error)
+            self._fail(works, GenerationError("an internal error; the server's log has the details"))
 
     def _advance(
         self, works: list[Work], choices: list[tuple[Sequence, NDArray[np.float32]]], ngram_wait_s: float

@@ -5,7 +5,7 @@ are read without stopping the streams that already run, and each step's size is 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from gpu_worker.chunk_size import ChunkSize
@@ -50,6 +50,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that have state."""
         return len(self._running)
+
+    @property
+    def running(self) -> Collection[Sequence]:
+        """Sequences that have state, or get it with the next step."""
+        return self._running
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._running

@@ -12,24 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.model.batch import Batch, Span
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.ngram_way import StagedFeatures
 from gpu_worker.scheduler import Work
 from gpu_worker.sequence import Sequence
+from gpu_worker.ways import Ways
 from shared.errors import DiskError, GenerationError, WorkerFailedError
 
 # Logits of so many positions are made at once where a request wants them for its whole prompt.
 _LOGIT_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """What the model needs from other processes."""
-
-    experts: CpuExperts
-    ngram: StagedFeatures | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
-from gpu_worker.experts.gauges import ExpertGauges
+from gpu_worker.experts.counts import ExpertCounts
 from shared.errors import GenerationError
 from shared.ring import Arrays, RingClient
 from shared.run_directory import Role
@@ -57,12 +57,11 @@ class CpuExperts:
     """
 
     def __init__(
-        self, ring: RingClient, torch_device: torch.device, timeout_s: float, files: ExpertFiles
+        self, ring: RingClient, torch_device: torch.device, timeout_s: float, counts: ExpertCounts
     ) -> None:
+        """`counts` are those of steps, as `ExpertsWay` says; their tokens may be more than a slot has."""
         self._ring = ring
-        _, (max_tokens, _) = ring.shape.arrays["activations"]
-        self.counts = ExpertCounts(files, max_tokens)
-        """What was read for the step at hand; who begins a step begins them."""
+        self.counts = counts
         offsets = (ring.offsets[name] for name in SLOT_ARRAYS)
         self.native_way = array("l", [ring.address, *offsets, round(timeout_s * 1e9), *self.counts.native])
         """The ring's address, where the arrays of its slots begin, the longest wait in ns, and the counts."""
@@ -78,9 +77,15 @@ class CpuExperts:
         self.transfer_waited_s = 0.0
         self.device_waited_s = 0.0
 
-    def gauges(self) -> ExpertGauges:
-        """No expert is on a device."""
-        return ExpertGauges()
+        self.computed_s = 0.0
+        """Seconds in which the cpu_worker has computed, without its waits for the disk, since the start."""
+
+    def begin_step(self, stops: Sequence[int], num_prefill_tokens: int) -> None:
+        """As `ExpertsWay.begin_step`."""
+        self.counts.begin(stops)
+
+    def end_step(self, *, has_failed: bool = False) -> None:
+        """Nothing is left of a step."""
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
         """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over."""
@@ -112,6 +117,8 @@ class CpuExperts:
                 # What was read for it is counted too where it has failed.
                 self.counts.add(self._ring.slot(ticket))
         self.counts.check()
+        busy_ns = slot["header"][ExpertHeader.COMPUTE_NS] - slot["header"][ExpertHeader.DISK_WAIT_NS]
+        self.computed_s += int(busy_ns) * 1e-9
         outputs = self._views_of(slot, self._num_tokens).outputs
         return outputs if self._is_on_cpu else outputs.to(self._device)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from gpu_worker.state.growing import GrowingRows, capacity_of
 from shared.model_config import Qwen4ExpConfig
 
-
 _FLOAT_BYTES = 4
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    $STRATA_CACHE_DIR, else $XDG_CACHE_HOME/strata, else ~/.cache/strata
+    the cache directory (`shared.cache_directory`)
         kernels/
             <digest of sources>-<versions>-<CPU>/
                 ...                      written and read by numba
@@ -28,6 +28,8 @@ from pathlib import Path
 import numba
 from llvmlite import binding
 
+from shared.cache_directory import cache_directory
+
 _UNUSED_FOR_S = 30 * 24 * 3600
 
 _log = logging.getLogger(__name__)
@@ -40,13 +42,13 @@ def cache_folder(sources: Path | None = None) -> Path | None:
     `sources` is the folder with the kernel's own file, where that is none of this package.
     """
     try:
-        folder = _cache_root() / "kernels" / _folder_name(sources)
+        folder = cache_directory() / "kernels" / _folder_name(sources)
         is_new = not folder.exists()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.utime(folder)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        _warn(f"{_cache_root()}: {error.strerror}")
+        _warn(f"{cache_directory()}: {error.strerror}")
         return None
     except RuntimeError as error:  # Path.home() knows no home
         _warn(str(error))
@@ -81,14 +83,6 @@ def remove_cached(folder: Path, kernel_name: str) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         _log.warning("kernel %s: cannot delete its cache: %s", kernel_name, error)
-
-
-def _cache_root() -> Path:
-    if chosen := os.environ.get("STRATA_CACHE_DIR"):
-        return Path(chosen)
-    if user_caches := os.environ.get("XDG_CACHE_HOME"):
-        return Path(user_caches) / "strata"
-    return Path.home() / ".cache" / "strata"
 
 
 def _folder_name(sources: Path | None) -> str:

@@ -1,0 +1,255 @@
+"""Experts on the device, for as long as the process lives: the cache, and how its experts are chosen."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from gpu_worker.device.expert_slots import DeviceExperts
+from gpu_worker.device.interface import Device
+from gpu_worker.device.memory import DeviceMemory
+from gpu_worker.experts.expert_cache import ExpertCache
+from gpu_worker.experts.gauges import ExpertGauges
+from gpu_worker.model.interface import ProgressReport
+from gpu_worker.state.sequence_state import context_bytes
+from shared.cache_directory import cache_directory
+from shared.config import GpuWorkerConfig, expert_cache_slots
+from shared.errors import ConfigError, ResourceError
+from shared.expert_blobs import BlobLayout
+from shared.gguf.model import GGUFModel
+from shared.model_config import Qwen4ExpConfig
+from shared.placement import profile
+from shared.placement.hotness import Hotness
+from shared.placement.link_share import LinkShare
+from shared.placement.memory_plan import KV_GROW_FIRST, WorkSpace, device_needs, work_space
+from shared.placement.planner import LayerPlanner, skip_rank_at
+from shared.placement.policies import Policy, policy_named
+from shared.placement.sizes import expert_sizes, widest_matrix_bytes
+from shared.placement.table import ResidencyTable
+
+_log = logging.getLogger(__name__)
+
+LANDING_BUFFERS = 8
+"""For blobs that are transferred: as many as the original engine has outside of streaming."""
+STAGING_PLACES = 16
+"""For blobs between stager and device, likewise."""
+_PROBE_BYTES = 32 << 20
+_WORK, _CONTEXT = "work space", "keys and values"
+
+
+@dataclass(frozen=True, slots=True)
+class WayRules:
+    """How steps are divided among the ways; settings of the gpu_worker have the same names."""
+
+    stream_min: int
+    work_space: WorkSpace
+    cpu_share: float | None = None
+    skip_rank: int = 0
+    borrows: bool = True
+    context_bytes: Callable[[int], int] | None = None
+    """What keys and values of a sequence of so many tokens take; None where memory for the longest context
+    was set aside."""
+    set_aside_bytes: int = 0
+    """What was set aside for keys and values otherwise."""
+
+
+class ExpertPlacement:
+    """The cache and its policy. Used by the engine's thread, but for `gauges` and `save_profile`."""
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        experts: DeviceExperts,
+        cache: ExpertCache,
+        hotness: Hotness,
+        policy: Policy,
+        link_share: LinkShare,
+        rules: WayRules,
+        max_tokens: int,
+    ) -> None:
+        """Steps have up to `max_tokens` tokens."""
+        self.memory = memory
+        self.experts = experts
+        self.cache = cache
+        self.hotness = hotness
+        self.policy = policy
+        self.link_share = link_share
+        self.rules = rules
+        self.planner = LayerPlanner(cache.table, hotness, hotness.num_used, max_tokens)
+        self.save_profile: Callable[[], None] = lambda: None
+        """Writes how often experts are used to where the next run finds it."""
+
+    @property
+    def skip_rank(self) -> int:
+        """From which rank on a missed expert is left out now; 0 for none."""
+        return skip_rank_at(self.cache.table.coverage, self.rules.skip_rank)
+
+    def claim_context(self, lengths: Iterable[int]) -> None:
+        """Sequences will be so long: what their keys and values need beyond what was set aside for them is
+        taken from the slots. Called between steps."""
+        rules = self.rules
+        if rules.context_bytes is None:
+            return
+        needed = sum(rules.context_bytes(length) for length in lengths)
+        claimed = max(0, needed - rules.set_aside_bytes)
+        if claimed != self.cache.claims.get(_CONTEXT, 0):
+            self.cache.claim(_CONTEXT, claimed)
+
+    def claim_work_space(self, num_bytes: int) -> int:
+        """A streamed chunk needs so much; returns how much of it there is. Called between steps."""
+        lent = self.cache.claim(_WORK, num_bytes)
+        return min(num_bytes, max(0, lent - self.cache.claims.get(_CONTEXT, 0)))
+
+    def gauges(self) -> ExpertGauges:
+        """How experts are placed now. Called from any thread."""
+        table, counts, share = self.cache.table, self.cache.counts, self.link_share
+        return ExpertGauges(
+            expert_cache_slots=table.num_slots,
+            expert_cache_resident=table.num_resident,
+            expert_cache_lent=table.num_lent,
+            expert_cache_coverage=table.coverage,
+            expert_swaps_total=counts.num_swaps,
+            expert_swapped_bytes_total=counts.swapped_bytes,
+            pcie_frac=share.share,
+            pcie_frac_updates_total=share.num_updates,
+            tail_skip_active=int(self.skip_rank > 0),
+        )
+
+    def close(self) -> None:
+        """Gives the device's memory back. Nothing computes any more."""
+        self.memory.close()
+
+
+def open_placement(
+    settings: GpuWorkerConfig,
+    model: GGUFModel,
+    config: Qwen4ExpConfig,
+    device: Device,
+    max_tokens: int,
+    report: ProgressReport,
+) -> ExpertPlacement | None:
+    """Makes room for experts on the device; None where there are to be none.
+
+    Raises ConfigError for a profile that was asked for and cannot be used, ResourceError where the device has
+    not the memory for the slots that were asked for.
+    """
+    asked = expert_cache_slots(settings.expert_cache)
+    is_played = device.torch_device.type == "cpu"
+    if asked == 0 or (asked is None and is_played):
+        return None
+    report("making room for experts on the device", 1.0)
+    sizes = expert_sizes(BlobLayout(model, config.num_layers), config)
+    blob_bytes = np.array(sizes.slot_bytes, np.int64)
+    landing_bytes = LANDING_BUFFERS * int(blob_bytes.max())
+    store = _ProfileStore(settings.expert_profile, model, config)
+    hotness = store.hotness
+    order = profile.fill_order(hotness.long_counts)
+    budget_bytes = None if is_played else _room(settings, model, config, device) - landing_bytes
+    if budget_bytes is not None and budget_bytes < int(blob_bytes.max()):
+        message = (
+            f"{max(0, budget_bytes) / 2**20:.0f} MiB of {device.torch_device} memory are left for experts, "
+            f"and one takes {int(blob_bytes.max()) / 2**20:.1f} MiB; lower --max-context or "
+            "--vram-reserve-mib, or take --expert-cache 0"
+        )
+        if asked is not None:
+            raise ResourceError(message)
+        _log.warning("no experts on the device: %s", message)
+        return None
+    layers, chosen = profile.assign_slots(order, blob_bytes, budget_bytes=budget_bytes, num_slots=asked)
+    if asked is not None and len(layers) < min(asked, sizes.num_pairs):
+        raise ResourceError(
+            f"--expert-cache is {asked}, but {device.torch_device} has room for {len(layers)} slots; lower "
+            "it, or take --expert-cache auto"
+        )
+    slot_bytes = int(blob_bytes[layers].sum())
+    memory = device.memory(slot_bytes + landing_bytes)
+    try:
+        probed = memory.link_probe(max(int(blob_bytes.max()), min(_PROBE_BYTES, slot_bytes)))
+        share = LinkShare(settings.pcie_frac, probed)
+        table = ResidencyTable(layers, config.num_layers, config.num_experts)
+        experts = device.experts(config)
+        cache = ExpertCache(memory, experts, table, layers, chosen, settings.watchdog_s)
+        rules = WayRules(
+            stream_min=settings.prefill_stream_min,
+            work_space=work_space(config, sizes, settings.prefill_stream_min),
+            cpu_share=settings.prefill_cpu_share,
+            skip_rank=settings.route_tail_skip,
+            borrows=settings.prefill_borrow,
+            context_bytes=partial(context_bytes, config) if settings.kv_grow else None,
+            set_aside_bytes=context_bytes(config, KV_GROW_FIRST),
+        )
+        policy = policy_named(
+            settings.expert_policy,
+            hotness,
+            every=settings.adapt_every,
+            decay=settings.adapt_decay,
+            most=settings.adapt_swaps,
+        )
+        placement = ExpertPlacement(memory, experts, cache, hotness, policy, share, rules, max_tokens)
+    except BaseException:
+        memory.close()
+        raise
+    placement.save_profile = store.save
+    _log.info(
+        "%d of %d experts on the device, %.2f GiB, %s; copies to it run at %.1f GB/s; %.2f of missed experts "
+        "are transferred",
+        table.num_slots,
+        sizes.num_pairs,
+        slot_bytes / 2**30,
+        f"chosen by {store.path}" if hotness.long_counts.any() else "chosen without a profile",
+        probed,
+        share.share,
+    )
+    return placement
+
+
+def _room(settings: GpuWorkerConfig, model: GGUFModel, config: Qwen4ExpConfig, device: Device) -> int:
+    """Bytes of the device for slots, now that dense weights are on it."""
+    unlimited = device.memory(1 << 62)
+    free_bytes = unlimited.free_bytes()
+    unlimited.close()
+    if settings.vram_budget:
+        free_bytes = min(free_bytes, int(settings.vram_budget * 2**30))
+    trained = config.context_length
+    needs = device_needs(
+        config,
+        dense=0,
+        widest_matrix=widest_matrix_bytes(model, config),
+        max_context=min(settings.max_context or trained, trained),
+        parallel=settings.parallel,
+        kv_grow=settings.kv_grow,
+        reserve=settings.vram_reserve_mib << 20,
+    )
+    return free_bytes - needs.total
+
+
+class _ProfileStore:
+    """Where the learned profile of a model is loaded from and saved to."""
+
+    def __init__(self, path: Path | None, model: GGUFModel, config: Qwen4ExpConfig) -> None:
+        self._identity = profile.model_identity(model, config)
+        self.hotness = Hotness(config.num_layers, config.num_experts, config.num_experts_used)
+        self.path = path or self._default_path()
+        if not self.path.exists():
+            return
+        try:
+            self.hotness.start_from(profile.load(self.path, self._identity))
+        except ConfigError:
+            if path is not None:
+                raise
+            _log.warning("the expert profile is begun anew", exc_info=True)
+
+    def save(self) -> None:
+        """Writes it; called from any thread. What cannot be written is logged: nothing depends on it."""
+        if not self.hotness.long_counts.any():
+            return
+        try:
+            profile.save(self.path, self.hotness.long_counts.copy(), self._identity)
+        except OSError as error:
+            _log.warning("the expert profile %s cannot be written: %s", self.path, error.strerror)
+
+    def _default_path(self) -> Path:
+        return cache_directory() / "profiles" / f"{self._identity.fingerprint}.profile"
