@@ -7,6 +7,7 @@
     |   |-- ConfigError               a flag, variable or key of the configuration file
     |   |-- ModelFileError            a GGUF file that is missing, truncated or malformed
     |   |-- UnsupportedModelError     a well-formed file that this version does not run
+    |   |-- TraceFileError            a routing trace that is missing, truncated or damaged
     |   `-- ResourceError             a port, a directory, shared memory that cannot be had
     |-- RequestError                  one request fails; the others go on
     |   |-- InvalidRequestError       400
@@ -53,6 +54,10 @@ class ModelFileError(StartError):
 
 class UnsupportedModelError(StartError):
     """The file is a valid GGUF file, but describes something this version does not run."""
+
+
+class TraceFileError(StartError):
+    """A routing trace is missing, unreadable, truncated or damaged."""
 
 
 class ResourceError(StartError):

@@ -297,7 +297,8 @@ class LayerPlanner:
             for name in ("route_counts", "best_ranks", "ways", "cursors")
         }
         scratch["groups_of_size"] = np.zeros(max_tokens + 1, np.int32)
-        self._kept = table, hotness, scratch
+        self._table = table
+        self._kept = hotness, scratch
         self._record = record(
             PLAN,
             slot_of=table.slot_of,
@@ -320,9 +321,10 @@ class LayerPlanner:
         """The ways of a layer's routes. `expert_ids`: int32 [tokens, num_used], contiguous, each token's best
         expert first; negative ones are nobody's. Slots that are used get the ticket as a mark of reading.
 
-        Raises ValueError for a layer or an expert that there is not, or too many tokens; nothing is marked
-        then.
+        Raises ValueError for a layer or an expert that there is not, too many tokens, or a ticket whose work
+        has ended; nothing is marked then.
         """
+        self._table.check_ticket(ticket)
         refusal = self._run(
             self._address,
             layer,

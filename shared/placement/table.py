@@ -13,9 +13,10 @@ An expert is named by `slot_of` only while its slot is RESIDENT, so whoever asks
 whose copy has not finished.
 
 **Reads and writes.** Device work is numbered by *tickets* that only grow. Who has a slot read notes the
-ticket of the work that does it; who has seen work end says up to which ticket all of it has. A slot may be
-written when it is EMPTY and all that reads it has ended: evicted is not yet writable. What a borrower has
-done with a lent slot is noted in the same way before it gives the slot back.
+ticket of the work that does it; who has seen work end says up to which ticket all of it has, and none of
+those tickets is for new work. A slot may be written when it is EMPTY and all that reads it has ended: evicted
+is not yet writable. What a borrower has done with a lent slot is noted in the same way before it gives the
+slot back.
 
 All calls come from one thread.
 """
@@ -119,6 +120,12 @@ class ResidencyTable:
         """Whether a load into the slot may begin."""
         return self.state(slot) == SlotState.EMPTY and self.has_ended_reads(slot)
 
+    def writable_slots(self) -> NDArray[np.int32]:
+        """All slots that a load may begin into, ascending: int32 [slots]."""
+        is_writable = (self.states == SlotState.EMPTY) & (self.read_marks <= self.finished_ticket)
+        slots: NDArray[np.int32] = np.flatnonzero(is_writable).astype(np.int32)
+        return slots
+
     def begin_load(self, slot: int, expert: int) -> None:
         """The expert is being copied into the slot from now on. Raises ValueError for a slot that may not be
         written, or an expert that has one."""
@@ -183,10 +190,19 @@ class ResidencyTable:
         self._set(slot, SlotState.EMPTY)
 
     def note_reads(self, slots: Iterable[int], ticket: int) -> None:
-        """Work of this ticket uses the slots, which are resident, or lent. Raises ValueError for others."""
+        """Work of this ticket uses the slots, which are resident, or lent. Raises ValueError for others, and
+        for a ticket whose work has ended."""
+        self.check_ticket(ticket)
         for slot in slots:
             self._require(slot, "read", SlotState.RESIDENT, SlotState.LENT)
             self.read_marks[slot] = max(int(self.read_marks[slot]), ticket)
+
+    def check_ticket(self, ticket: int) -> None:
+        """Raises ValueError where the ticket's work was said to have ended: reads would count as done."""
+        if ticket <= self.finished_ticket:
+            raise ValueError(
+                f"work of ticket {ticket} cannot read slots: work has ended up to {self.finished_ticket}"
+            )
 
     def finished(self, ticket: int) -> None:
         """All device work up to this ticket has ended. Older news changes nothing."""

@@ -38,6 +38,9 @@ def test_a_slot_is_written_after_its_last_reader() -> None:
     assert table.is_writable(0)
     table.begin_load(0, 1)
     assert not table.is_writable(0)
+    table.publish(0)
+    with pytest.raises(ValueError, match="work of ticket 7 cannot read slots: work has ended up to 7"):
+        table.note_reads([0], 7)
 
 
 def test_an_expert_has_one_slot() -> None:
