@@ -62,6 +62,7 @@ class AttachedWorkers:
         self._config = config
         self._torch_device = torch_device
         self._files = files
+        self._max_tokens = max_tokens
         self._timeout_s = timeout_s
         self._placement = placement
         self._recorder = recorder
@@ -164,7 +165,7 @@ class AttachedWorkers:
         cpu = CpuExperts(experts_ring, self._torch_device, self._timeout_s, self._counts)
         experts: ExpertsWay = cpu
         if self._placement is not None and self._transfers is not None:
-            experts = ThreeWays(self._placement, cpu, self._transfers)
+            experts = ThreeWays(self._placement, cpu, self._transfers, self._max_tokens)
         if self._recorder is not None:
             experts = Recording(experts, self._recorder)
         features = None

@@ -25,7 +25,8 @@ from shared.placement import profile
 from shared.placement.hotness import Hotness
 from shared.placement.link_share import LinkShare
 from shared.placement.memory_plan import KV_GROW_FIRST, WorkSpace, device_needs, work_space
-from shared.placement.planner import LayerPlanner, skip_rank_at
+from shared.placement.memory_plan import Placement as MemoryPlan
+from shared.placement.planner import skip_rank_at
 from shared.placement.policies import Policy, policy_named
 from shared.placement.sizes import expert_sizes, widest_matrix_bytes
 from shared.placement.table import ResidencyTable
@@ -68,9 +69,11 @@ class ExpertPlacement:
         policy: Policy,
         link_share: LinkShare,
         rules: WayRules,
-        max_tokens: int,
+        plan: MemoryPlan,
+        link_bytes_s: float,
     ) -> None:
-        """Steps have up to `max_tokens` tokens."""
+        """`plan` is what of the device's memory the slots take, `link_bytes_s` what was measured of copies to
+        it."""
         self.memory = memory
         self.experts = experts
         self.cache = cache
@@ -78,7 +81,8 @@ class ExpertPlacement:
         self.policy = policy
         self.link_share = link_share
         self.rules = rules
-        self.planner = LayerPlanner(cache.table, hotness, hotness.num_used, max_tokens)
+        self.plan = plan
+        self.link_bytes_s = link_bytes_s
         self.save_profile: Callable[[], None] = lambda: None
         """Writes how often experts are used to where the next run finds it."""
 
@@ -128,7 +132,6 @@ def open_placement(
     model: GGUFModel,
     config: Qwen4ExpConfig,
     device: Device,
-    max_tokens: int,
     report: ProgressReport,
 ) -> ExpertPlacement | None:
     """Makes room for experts on the device; None where there are to be none.
@@ -188,7 +191,9 @@ def open_placement(
             decay=settings.adapt_decay,
             most=settings.adapt_swaps,
         )
-        placement = ExpertPlacement(memory, experts, cache, hotness, policy, share, rules, max_tokens)
+        per_layer = np.bincount(layers, minlength=config.num_layers)
+        plan = MemoryPlan(sizes, tuple(per_layer.tolist()), rules.work_space)
+        placement = ExpertPlacement(memory, experts, cache, hotness, policy, share, rules, plan, probed * 1e9)
     except BaseException:
         memory.close()
         raise

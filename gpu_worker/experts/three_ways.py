@@ -27,7 +27,8 @@ from gpu_worker.experts.counts import ExpertCounts, Way
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.experts.placement import ExpertPlacement
 from gpu_worker.experts.transfers import Arrival, Transfers
-from shared.placement.planner import LayerPlan, PlanRules
+from shared.placement.layer_plan import LayerPlan
+from shared.placement.planner import LayerPlanner, PlanRules
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +39,16 @@ _MOST_AT_ONCE = 16
 class ThreeWays:
     """The experts of steps, as `gpu_worker.model.interface.RoutedExperts`."""
 
-    def __init__(self, placement: ExpertPlacement, cpu: CpuExperts, transfers: Transfers) -> None:
+    def __init__(
+        self, placement: ExpertPlacement, cpu: CpuExperts, transfers: Transfers, max_tokens: int
+    ) -> None:
+        """Steps have up to `max_tokens` tokens."""
         self._placement = placement
         self._cache = placement.cache
         self._experts = placement.experts
+        self._planner = LayerPlanner(
+            placement.cache.table, placement.hotness, placement.hotness.num_used, max_tokens
+        )
         self._cpu = cpu
         self._transfers = transfers
         # Seconds spent waiting since the start; the caller takes differences.
@@ -135,9 +142,7 @@ class ThreeWays:
         if self._streams:
             self._transfers.pump()
         self._layer = layer
-        plan = self._plan = self._placement.planner.plan(
-            layer, self._on_host(expert_ids), self._ticket, self._rules
-        )
+        plan = self._plan = self._planner.plan(layer, self._on_host(expert_ids), self._ticket, self._rules)
         counts = self.counts
         if plan.num_cpu_groups:
             self._cpu_ticket = self._cpu.submit(layer, x, torch.from_numpy(plan.cpu_ids), weights)
