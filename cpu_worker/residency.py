@@ -13,7 +13,7 @@ from shared.model_config import Qwen4ExpConfig
 
 _log = logging.getLogger(__name__)
 
-_GIB = 1 << 30
+_MIB, _GIB = 1 << 20, 1 << 30
 _HOW_TO_ENLARGE = "docker: shm_size; elsewhere: mount -o remount,size=... /dev/shm"
 
 
@@ -60,8 +60,8 @@ def decide(
         budget = int(budget_gib * _GIB)
         if min(budget, experts.num_bytes) > above_floor:
             raise ResourceError(
-                f"--ram-budget is {budget_gib:g} GiB, but {_gib(memory.available)} GiB of memory are "
-                f"available, of which {_gib(memory.floor)} GiB stay free; lower it to "
+                f"--ram-budget is {budget_gib:g} GiB, but {_size(memory.available)} of memory are "
+                f"available, of which {_size(memory.floor)} stay free; lower it to "
                 f"{_gib(above_floor, down=True)}, or free memory"
             )
         room = budget
@@ -70,8 +70,8 @@ def decide(
     what = _account(budget_gib, memory, needs)
     if setting == ExpertMode.RESIDENT:
         raise ResourceError(
-            f"--experts resident: all experts are {_gib(experts.num_bytes)} GiB, and "
-            f"{_gib(room, down=True)} GiB can be had for them ({what}); free memory, or take --experts auto, "
+            f"--experts resident: all experts are {_size(experts.num_bytes)}, and "
+            f"{_size(room, down=True)} can be had for them ({what}); free memory, or take --experts auto, "
             "which keeps those in use"
         )
     return _pool(experts, room, free_shared, bool(budget_gib), what)
@@ -86,7 +86,7 @@ def _pool(experts: Experts, room: int, free_shared: int, is_asked_for: bool, wha
         remedy = f"enlarge /dev/shm ({_HOW_TO_ENLARGE})" if is_shared else "free memory"
         needed = experts.smallest_pool * experts.place_bytes
         reason = (
-            f"a pool of experts needs {_gib(needed)} GiB of {short}, and {_gib(most, down=True)} GiB can be "
+            f"a pool of experts needs {_size(needed)} of {short}, and {_size(most, down=True)} can be "
             f"had ({what})"
         )
         if is_asked_for:
@@ -95,10 +95,10 @@ def _pool(experts: Experts, room: int, free_shared: int, is_asked_for: bool, wha
         return Residency(ExpertMode.MAPPED)
     if free_shared < min(room, experts.num_per_layer * experts.place_bytes):
         _log.warning(
-            "the pool of experts takes %s GiB, which is what /dev/shm has left; %s GiB of memory could "
+            "the pool of experts takes %s, which is what /dev/shm has left; %s of memory could "
             "be had for it: enlarge /dev/shm (%s)",
-            _gib(num_places * experts.place_bytes),
-            _gib(room, down=True),
+            _size(num_places * experts.place_bytes),
+            _size(room, down=True),
             _HOW_TO_ENLARGE,
         )
     return Residency(ExpertMode.POOL, min(num_places, experts.num_per_layer))
@@ -107,14 +107,21 @@ def _pool(experts: Experts, room: int, free_shared: int, is_asked_for: bool, wha
 def _account(budget_gib: float, memory: Memory, needs: Needs) -> str:
     if budget_gib:
         return f"--ram-budget {budget_gib:g}"
+    slots = f", slots of experts {_size(needs.slots)}" if needs.slots else ""
     return (
-        f"available {_gib(memory.available)}, of which {_gib(memory.floor)} stay free; dense weights "
-        f"{_gib(needs.dense)}, context {_gib(needs.context)}, n-gram rows {_gib(needs.rows)}, "
-        f"processes {_gib(needs.processes)}"
+        f"available {_size(memory.available)}, of which {_size(memory.floor)} stay free; dense weights "
+        f"{_size(needs.dense)}, context {_size(needs.context)}, n-gram rows {_size(needs.rows)}, "
+        f"processes {_size(needs.processes)}{slots}"
     )
 
 
+def _size(num_bytes: int, *, down: bool = False) -> str:
+    """In GiB with two digits, below that in whole MiB; rounded down where more would not be had."""
+    if num_bytes >= _GIB:
+        return f"{_gib(num_bytes, down=down)} GiB"
+    return f"{num_bytes // _MIB if down else -(-num_bytes // _MIB)} MiB"
+
+
 def _gib(num_bytes: int, *, down: bool = False) -> str:
-    """With two digits; rounded down where more would not be had."""
     hundredths = num_bytes * 100 // _GIB if down else -(-num_bytes * 100 // _GIB)
     return f"{hundredths / 100:.2f}"

@@ -14,7 +14,6 @@ from shared.config import (
     StagerConfig,
     check_device,
     check_heartbeats,
-    expert_cache_slots,
     prefill_setting,
 )
 from shared.errors import ResourceError
@@ -22,10 +21,11 @@ from shared.expert_blobs import ExpertMode, expert_tensors
 from shared.gguf.model import GGUFModel
 from shared.locked_memory import may_lock, not_permitted, resident_refusal
 from shared.model_config import Qwen4ExpConfig, read_model_config
+from shared.placement.device import may_have_slots
 from shared.run_directory import Role
 from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set
-from shared.work_slots import shared_memory_needed
+from shared.work_slots import RingTokens, ring_tokens, shared_memory_needed
 
 
 def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
@@ -39,8 +39,7 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     assert isinstance(stager, StagerConfig)
     check_heartbeats(gateway)
     check_device(gpu_worker.device)
-    expert_cache_slots(gpu_worker.expert_cache)
-    prefill_tokens = prefill_setting(gpu_worker.prefill).tokens or DEFAULT_PREFILL
+    tokens = _ring_tokens(gpu_worker)
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
     with GGUFModel(gateway.model) as model:
@@ -49,13 +48,26 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
         if cpu_worker.experts == ExpertMode.RESIDENT:
             check_lock(model, config)
     check_port(gateway.host, gateway.port)
-    needed = shared_memory_needed(config, prefill_tokens + gpu_worker.parallel)
+    needed = shared_memory_needed(config, tokens)
     if needed > free_shared_memory():
         raise ResourceError(
             f"{SHARED_MEMORY} has {free_shared_memory() / 2**20:.0f} MiB left, this stack needs "
             f"{needed / 2**20:.0f} MiB; enlarge it (docker: shm_size), "
-            f"or lower --prefill (now {prefill_tokens})"
+            f"or lower --prefill (now {gpu_worker.prefill})"
         )
+
+
+def _ring_tokens(config: GpuWorkerConfig) -> RingTokens:
+    """For the largest chunk of a prompt that may be chosen. Raises ConfigError."""
+    prefill = prefill_setting(config.prefill)
+    has_slots = may_have_slots(config.device, config.expert_cache)
+    largest = prefill.cap if has_slots else min(prefill.cap, DEFAULT_PREFILL)
+    return ring_tokens(
+        prefill.tokens or largest,
+        config.parallel,
+        has_slots=has_slots,
+        stream_min=config.prefill_stream_min,
+    )
 
 
 def check_lock(model: GGUFModel, config: Qwen4ExpConfig) -> None:

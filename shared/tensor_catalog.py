@@ -60,6 +60,11 @@ def block_prefix(block: int) -> str:
     return f"blk.{block}."
 
 
+def block_of(name: str) -> int:
+    """The block of a tensor whose name has the prefix of one."""
+    return int(name.split(".")[1])
+
+
 def expected_tensors(config: Qwen4ExpConfig, model: GGUFModel) -> Iterator[ExpectedTensor]:
     """All tensors of the trunk. Shapes that metadata does not fix (expert widths, table rows) come from the
     tensors themselves and are checked against each other."""

@@ -6,6 +6,7 @@ step, places of a layer, places for staging), so neither tells the other where a
 """
 
 import mmap
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -156,9 +157,25 @@ def _blobs(most_in_slot: int, num_places: int, pool_bytes: int) -> RingShape:
     )
 
 
-def shared_memory_needed(config: Qwen4ExpConfig, max_tokens: int) -> int:
-    """Bytes of /dev/shm that a stack takes with steps of so many tokens, a pool of experts aside."""
-    shapes = [expert_ring(config, max_tokens)]
+@dataclass(frozen=True, slots=True)
+class RingTokens:
+    """Tokens that a slot of the expert ring and of the n-gram ring has room for."""
+
+    experts: int
+    ngrams: int
+
+
+def ring_tokens(prefill_tokens: int, parallel: int, *, has_slots: bool, stream_min: int) -> RingTokens:
+    """Of a stack that computes chunks of so many tokens of a prompt, and beside it one token of each other
+    sequence. Where the device has slots of experts, chunks from `stream_min` tokens on stream through it, and
+    the cpu_worker never sees them; their n-gram rows come like all others."""
+    to_cpu_worker = min(prefill_tokens, stream_min - 1) if has_slots else prefill_tokens
+    return RingTokens(to_cpu_worker + parallel, prefill_tokens + parallel)
+
+
+def shared_memory_needed(config: Qwen4ExpConfig, tokens: RingTokens) -> int:
+    """Bytes of /dev/shm that the rings of steps take, pools of experts aside."""
+    shapes = [expert_ring(config, tokens.experts)]
     if config.ngram is not None:
-        shapes.append(ngram_ring(config.ngram, max_tokens))
+        shapes.append(ngram_ring(config.ngram, tokens.ngrams))
     return sum(shape.layout().num_bytes for shape in shapes)

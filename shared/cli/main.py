@@ -14,6 +14,7 @@ _COMMANDS = {
     "serve": "serve a model over HTTP",
     "chat": "talk to a running server",
     "inspect": "show what a model file holds",
+    "plan": "say what will fit, before anything is loaded",
     "logits": "write the logits of a token sequence",
 }
 

@@ -7,7 +7,7 @@ A chunk of a prompt needs *work space* on the device. It is borrowed from the sl
 and the experts of lent slots are in RAM meanwhile:
 
     complement = (experts - slots + lent slots) x blob
-    lent slots = work space / blob, rounded up
+    lent slots = (work space - what is free anyway) / blob, rounded up
 
 Keys and values are planned once for the longest context: requests that run at the same time share that
 memory. With `--kv-grow` it starts at 16384 tokens and grows by 8192.
@@ -59,9 +59,12 @@ class WorkSpace:
         return round(self.fixed_bytes + self.token_bytes * chunk) + ring
 
 
-def work_space(config: Qwen4ExpConfig, sizes: ExpertSizes, stream_min: int) -> WorkSpace:
-    """That of a model; `stream_min` is `--prefill-stream-min`."""
-    scale = config.stream_width / _WORK_STREAM_WIDTH
+def work_space(
+    config: Qwen4ExpConfig, sizes: ExpertSizes, stream_min: int, *, is_in_ram: bool = False
+) -> WorkSpace:
+    """That of a model; `stream_min` is `--prefill-stream-min`. Where RAM plays the memory of a device,
+    `is_in_ram`, activations have RAM without borrowing, and only the ring takes slots."""
+    scale = 0.0 if is_in_ram else config.stream_width / _WORK_STREAM_WIDTH
     ring_slots = min(_RING_SLOTS, sizes.num_experts)
     return WorkSpace(
         _WORK_FIXED_BYTES * scale, _WORK_TOKEN_BYTES * scale, ring_slots * max(sizes.slot_bytes), stream_min
@@ -108,11 +111,13 @@ def device_needs(
 
 @dataclass(frozen=True)
 class Placement:
-    """How many slots each layer has, and what that leaves to RAM."""
+    """How many slots each layer has, and what that leaves to RAM. `spare_bytes` of the device are neither
+    slots nor needed otherwise: a chunk takes them before it borrows."""
 
     sizes: ExpertSizes
     slots_per_layer: tuple[int, ...]
     work_space: WorkSpace
+    spare_bytes: int = 0
 
     @cached_property
     def num_slots(self) -> int:
@@ -132,7 +137,8 @@ class Placement:
 
     def lent_slots(self, chunk: int) -> int:
         """Slots that a chunk of so many tokens borrows; may be more than there are."""
-        return -int(-self.work_space.num_bytes(chunk) // self._lent_slot_bytes)
+        borrowed = max(0, self.work_space.num_bytes(chunk) - self.spare_bytes)
+        return -int(-borrowed // self._lent_slot_bytes)
 
     def lent_bytes(self, chunk: int) -> int:
         """What these slots hold otherwise."""
@@ -171,6 +177,12 @@ def slots_of(sizes: ExpertSizes, num_slots: int) -> tuple[int, ...]:
     than there are experts."""
     rounds, more = divmod(min(num_slots, sizes.num_pairs), sizes.num_layers)
     return tuple(rounds + (layer < more) for layer in range(sizes.num_layers))
+
+
+def placed_bytes(sizes: ExpertSizes, num_slots: int) -> int:
+    """What so many slots take, shared out among the layers."""
+    counted = zip(slots_of(sizes, num_slots), sizes.slot_bytes, strict=True)
+    return sum(count * num_bytes for count, num_bytes in counted)
 
 
 def headroom_bytes(memory: Memory) -> int:

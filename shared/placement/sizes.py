@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
-from shared.tensor_catalog import ExpectedTensor, TensorClass, classify, expected_tensors
+from shared.tensor_catalog import ExpectedTensor, TensorClass, block_of, classify, expected_tensors
 
 FLOAT_BYTES = 4
 # Whatever a kernel reads at a time, the matrices of a blob begin where it may.
@@ -54,17 +53,16 @@ class ExpertSizes:
         return self.round_bytes / self.num_layers
 
 
-def expert_sizes(layout: BlobLayout, config: Qwen4ExpConfig) -> ExpertSizes:
+def expert_sizes(model: GGUFModel, config: Qwen4ExpConfig) -> ExpertSizes:
     """Those of a model. A slot has gate, up and down side by side, each from a multiple of 64 bytes on, and
     is a multiple of 256."""
-    return ExpertSizes(
-        tuple(
-            _up_to(_SLOT_ALIGNMENT, sum(_up_to(_PART_ALIGNMENT, part.num_bytes) for part in layer.parts))
-            for layer in layout.layers
-        ),
-        config.num_experts,
-        config.num_experts_used,
-    )
+    layers = [0] * config.num_layers
+    for tensor in expected_tensors(config, model):
+        if tensor.tensor_class in _EXPERTS:
+            of_one = model.info(tensor.name).num_bytes // config.num_experts
+            layers[block_of(tensor.name)] += _up_to(_PART_ALIGNMENT, of_one)
+    slots = tuple(_up_to(_SLOT_ALIGNMENT, num_bytes) for num_bytes in layers)
+    return ExpertSizes(slots, config.num_experts, config.num_experts_used)
 
 
 def context_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:

@@ -9,7 +9,6 @@ import torch
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.state.sequence_state import SequenceState
-from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
 from shared.memory_budget import Memory
 from shared.model_config import read_model_config
@@ -113,7 +112,7 @@ def test_slots_hold_blobs(tmp_path: Path) -> None:
     """Rounded up to what a slot is a multiple of; an odd part is rounded first."""
     with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as model:
         config = read_model_config(model)
-        sizes = expert_sizes(BlobLayout(model, config.num_layers), config)
+        sizes = expert_sizes(model, config)
         file_bytes = sum(model.info(name).num_bytes for name in model if "_exps." in name)
     assert (sizes.num_layers, sizes.num_experts, sizes.num_pairs) == (NUM_LAYERS, NUM_EXPERTS, 32)
     assert all(num_bytes % 256 == 0 for num_bytes in sizes.slot_bytes)

@@ -43,8 +43,8 @@ def test_resident_is_refused_where_they_do_not_fit() -> None:
     """With what is needed, what there is, what stays free, and what to do."""
     message = (
         r"^--experts resident: all experts are 40\.00 GiB, and 23\.00 GiB can be had for them "
-        r"\(available 28\.00, of which 2\.00 stay free; dense weights 2\.00, context 0\.50, "
-        r"n-gram rows 0\.25, processes 0\.25\); free memory, or take"
+        r"\(available 28\.00 GiB, of which 2\.00 GiB stay free; dense weights 2\.00 GiB, context 512 MiB, "
+        r"n-gram rows 256 MiB, processes 256 MiB\); free memory, or take"
     )
     with pytest.raises(ResourceError, match=message):
         decided("resident")

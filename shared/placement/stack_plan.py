@@ -1,0 +1,321 @@
+"""The plan of a whole stack: what goes where on the device and in RAM, what is short, what frees how much."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shared.config import CpuWorkerConfig, GpuWorkerConfig, expert_cache_slots, prefill_setting
+from shared.gguf.model import GGUFModel
+from shared.memory_budget import Held, Memory, Needs, needs_of, row_cache_bytes
+from shared.model_config import Qwen4ExpConfig, read_model_config
+from shared.placement.chunk_choice import (
+    Candidate,
+    Obstacle,
+    prompt_seconds,
+    resolve_prefill,
+    sizes_to_weigh,
+    weigh,
+)
+from shared.placement.expectations import Shares, expected_shares, token_seconds
+from shared.placement.memory_plan import (
+    KV_GROW_FIRST,
+    DeviceNeeds,
+    Placement,
+    WorkSpace,
+    device_needs,
+    headroom_bytes,
+    placed_bytes,
+    slots_in,
+    slots_of,
+    work_space,
+)
+from shared.placement.rates import Rates
+from shared.placement.sizes import (
+    ExpertSizes,
+    dense_device_bytes,
+    dense_file_bytes,
+    expert_sizes,
+    widest_matrix_bytes,
+)
+from shared.tensor_catalog import NGRAM_TABLE
+
+_GIB, _MIB = 1 << 30, 1 << 20
+_SHORT_PROMPT = 4096
+_SMALLEST_CONTEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What of a model the plan depends on, read from its header."""
+
+    config: Qwen4ExpConfig
+    experts: ExpertSizes
+    dense_file: int
+    dense_device: int
+    widest_matrix: int
+    table: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What does not fit: how much of which memory is missing, and what to do about it."""
+
+    memory: str
+    num_bytes: int
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A setting that frees memory of the device or RAM, and how many more slots that makes."""
+
+    setting: str
+    memory: str
+    num_bytes: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """Everything planned, in bytes. `device` and `device_bytes` are None where the model runs on the CPU;
+    `seconds` maps lengths of prompts to the time until the first token."""
+
+    facts: ModelFacts
+    max_context: int
+    device_bytes: int | None
+    device: DeviceNeeds | None
+    placement: Placement
+    memory: Memory
+    headroom: int
+    ram: Needs
+    for_experts: int
+    chunk: int
+    candidates: Sequence[Candidate]
+    shares: Shares
+    token_s: float
+    seconds: dict[int, float]
+    shortages: Sequence[Shortage]
+    savings: Sequence[Saving]
+
+    @property
+    def complement(self) -> int:
+        """Experts that are to be in RAM while a prompt is read."""
+        return self.placement.complement_bytes(self.chunk if self.placement.num_slots else 0)
+
+
+def read_facts(model: GGUFModel) -> ModelFacts:
+    """Those of a model. Raises UnsupportedModelError."""
+    config = read_model_config(model)
+    return ModelFacts(
+        config,
+        expert_sizes(model, config),
+        dense_file_bytes(model, config),
+        dense_device_bytes(model, config),
+        widest_matrix_bytes(model, config),
+        model.info(NGRAM_TABLE).num_bytes if NGRAM_TABLE in model else 0,
+    )
+
+
+class Planner:
+    """Plans a stack: a model, the settings of its processes, memory, and rates. `device_bytes` is what is
+    free on the device, None where there is none; slots that are asked for are then in RAM."""
+
+    def __init__(
+        self,
+        model: GGUFModel,
+        gpu_worker: GpuWorkerConfig,
+        cpu_worker: CpuWorkerConfig,
+        device_bytes: int | None,
+        memory: Memory,
+        rates: Rates,
+    ) -> None:
+        self._model = model
+        self._facts = read_facts(model)
+        self._gpu, self._cpu = gpu_worker, cpu_worker
+        self._device_bytes, self._memory, self._rates = device_bytes, memory, rates
+        self._work_space = work_space(
+            self._facts.config,
+            self._facts.experts,
+            gpu_worker.prefill_stream_min,
+            is_in_ram=device_bytes is None,
+        )
+        self._asked = expert_cache_slots(gpu_worker.expert_cache)
+        self._headroom = headroom_bytes(memory)
+        trained = self._facts.config.context_length
+        self._max_context = min(gpu_worker.max_context or trained, trained)
+
+    def plan(self) -> StackPlan:
+        """The plan."""
+        device = self._device_needs(self._gpu)
+        placement = self._placement(device)
+        lendable = placement
+        ram = self._ram_needs(self._cpu, placement)
+        for_experts = self._for_experts(ram)
+        setting = prefill_setting(self._gpu.prefill)
+        chunk = resolve_prefill(setting, placement, for_experts, self._rates, self._max_context)
+        candidates: list[Candidate] = []
+        if placement.num_slots:
+            tokens = sorted({*sizes_to_weigh(setting.cap, self._max_context), chunk})
+            candidates = weigh(tokens, placement, for_experts, self._rates, self._max_context)
+            if not self._gpu.prefill_borrow:
+                placement = self._without_lent(placement, chunk)
+        shares = expected_shares(placement, for_experts)
+        dense = self._facts.dense_file if device is None else self._facts.dense_device
+        token_s = token_seconds(placement, shares, dense, self._rates)
+        seconds = {
+            tokens: prompt_seconds(tokens, chunk, placement, for_experts, self._rates) + token_s
+            for tokens in sorted({min(_SHORT_PROMPT, self._max_context), self._max_context})
+        }
+        return StackPlan(
+            self._facts,
+            self._max_context,
+            self._device_bytes,
+            device,
+            placement,
+            self._memory,
+            self._headroom,
+            ram,
+            for_experts,
+            chunk,
+            candidates,
+            shares,
+            token_s,
+            seconds,
+            [
+                *self._device_shortages(device, lendable, chunk, candidates),
+                *self._ram_shortages(placement, ram, for_experts, chunk, candidates),
+            ],
+            list(self._savings(device, placement, ram, chunk)),
+        )
+
+    def _device_needs(self, settings: GpuWorkerConfig) -> DeviceNeeds | None:
+        if self._device_bytes is None:
+            return None
+        return device_needs(
+            self._facts.config,
+            dense=self._facts.dense_device,
+            widest_matrix=self._facts.widest_matrix,
+            max_context=min(self._max_context, settings.max_context or self._max_context),
+            parallel=settings.parallel,
+            kv_grow=settings.kv_grow,
+            reserve=settings.vram_reserve_mib * _MIB,
+        )
+
+    def _placement(self, device: DeviceNeeds | None) -> Placement:
+        sizes = self._facts.experts
+        if self._asked is not None:
+            slots = slots_of(sizes, self._asked)
+        else:
+            slots = slots_in(sizes, self._room(device))
+        placement = Placement(sizes, slots, self._work_space)
+        spare = max(0, self._room(device) - placement.cache_bytes)
+        return replace(placement, spare_bytes=spare)
+
+    def _room(self, device: DeviceNeeds | None) -> int:
+        """What the device has for slots; less than nothing where the rest does not fit."""
+        return 0 if device is None or self._device_bytes is None else self._device_bytes - device.total
+
+    def _without_lent(self, placement: Placement, chunk: int) -> Placement:
+        """Fewer slots, for a work space that is set aside rather than borrowed."""
+        left = slots_in(placement.sizes, placement.cache_bytes - placement.lent_bytes(chunk))
+        nothing = WorkSpace(0.0, 0.0, 0, self._gpu.prefill_stream_min)
+        return replace(placement, slots_per_layer=left, work_space=nothing)
+
+    def _ram_needs(self, settings: CpuWorkerConfig, placement: Placement) -> Needs:
+        in_ram = placed_bytes(placement.sizes, placement.num_slots) if self._device_bytes is None else 0
+        rows = row_cache_bytes(self._memory, self._facts.table, settings.ple_io, settings.ple_cache_bytes)
+        return needs_of(
+            self._model,
+            self._facts.config,
+            Held(private=0, locked=0),
+            rows,
+            is_on_cuda=self._device_bytes is not None,
+            slot_bytes=in_ram,
+        )
+
+    def _for_experts(self, ram: Needs) -> int:
+        room = max(0, self._memory.available - self._headroom - ram.total)
+        if self._cpu.ram_budget:
+            above_floor = max(0, self._memory.available - self._memory.floor)
+            room = min(above_floor, int(self._cpu.ram_budget * _GIB))
+        return room
+
+    def _device_shortages(
+        self,
+        device: DeviceNeeds | None,
+        placement: Placement,
+        chunk: int,
+        candidates: Sequence[Candidate],
+    ) -> Iterator[Shortage]:
+        if device is not None:
+            room = self._room(device)
+            if room < 0:
+                yield Shortage("device memory", -room, "see what frees some below, or run it on the CPU")
+            elif placement.cache_bytes > room:
+                fitting = sum(slots_in(self._facts.experts, room))
+                yield Shortage(
+                    "device memory", placement.cache_bytes - room, f"--expert-cache {fitting} fits, or auto"
+                )
+        for candidate in candidates:
+            if candidate.tokens == chunk and candidate.obstacle is Obstacle.SLOTS:
+                missing = candidate.lent_bytes - placement.cache_bytes
+                yield Shortage("device memory", missing, "lower --prefill, or take --prefill auto")
+
+    def _ram_shortages(
+        self,
+        placement: Placement,
+        ram: Needs,
+        for_experts: int,
+        chunk: int,
+        candidates: Sequence[Candidate],
+    ) -> Iterator[Shortage]:
+        complement = placement.complement_bytes(chunk if placement.num_slots else 0)
+        if complement > for_experts:
+            smaller = [each.tokens for each in candidates if each.tokens < chunk and not each.obstacle]
+            remedy = f"--prefill {smaller[-1]} fits" if smaller else self._ram_remedy(ram)
+            yield Shortage("RAM", complement - for_experts, remedy)
+
+    def _ram_remedy(self, ram: Needs) -> str:
+        ways = ["free memory"]
+        if self._cpu.ram_budget:
+            ways.append("raise --ram-budget")
+        if self._cpu.ple_io == "ram" and ram.rows:
+            ways.append("take --ple-io direct")
+        return f"{', '.join(ways)}, or have experts that do not fit read from the disk, which `serve` does"
+
+    def _savings(
+        self, device: DeviceNeeds | None, placement: Placement, ram: Needs, chunk: int
+    ) -> Iterator[Saving]:
+        if device is not None:
+            for setting, changed in self._smaller_settings():
+                needs = self._device_needs(changed)
+                assert needs is not None
+                more = sum(self._slots_with(needs)) - sum(self._slots_with(device))
+                if needs.total < device.total:
+                    yield Saving(setting, "device memory", device.total - needs.total, max(0, more))
+        if placement.num_slots:
+            tokens = max(256, chunk // 2)
+            freed = placement.complement_bytes(chunk) - placement.complement_bytes(tokens)
+            if freed > 0:
+                yield Saving(f"--prefill {tokens}", "RAM", freed, 0)
+        if self._facts.table:
+            half = (ram.rows // 2) >> 20
+            changed_ram = replace(self._cpu, ple_io="direct", ple_cache_mib=half)
+            freed = ram.rows - self._ram_needs(changed_ram, placement).rows
+            if half and freed > 0:
+                loads = "--ple-io direct " if ram.rows >= self._facts.table else ""
+                yield Saving(f"{loads}--ple-cache-mib {half}", "RAM", freed, 0)
+
+    def _slots_with(self, device: DeviceNeeds) -> tuple[int, ...]:
+        return slots_in(self._facts.experts, self._room(device))
+
+    def _smaller_settings(self) -> Iterator[tuple[str, GpuWorkerConfig]]:
+        gpu, half = self._gpu, self._max_context // 2
+        if half >= _SMALLEST_CONTEXT:
+            yield f"--max-context {half}", replace(gpu, max_context=half)
+        if not gpu.kv_grow and self._max_context > KV_GROW_FIRST:
+            yield "--kv-grow", replace(gpu, kv_grow=True)
+        if gpu.parallel > 1:
+            yield "--parallel 1", replace(gpu, parallel=1)
+        if gpu.vram_reserve_mib > 1:
+            reserve = gpu.vram_reserve_mib // 2
+            yield f"--vram-reserve-mib {reserve}", replace(gpu, vram_reserve_mib=reserve)
