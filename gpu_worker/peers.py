@@ -17,7 +17,7 @@ from shared.model_config import Qwen4ExpConfig
 from shared.ring import RingClient, RingShape
 from shared.run_directory import Role
 from shared.topology import spin_time_s
-from shared.work_slots import expert_ring, ngram_ring, staging_ring
+from shared.work_slots import RingTokens, expert_ring, ngram_ring, staging_ring
 
 _log = logging.getLogger(__name__)
 
@@ -48,18 +48,19 @@ class PeerListener:
     def __init__(
         self,
         config: Qwen4ExpConfig,
-        max_tokens: int,
+        tokens: RingTokens,
         incarnation: str,
         engine: Engine,
         on_change: Callable[[], None],
         staging_places: int = 0,
         staging_place_bytes: int = 0,
     ) -> None:
-        """`max_tokens` is the size of the largest step; `on_change` is called when a peer comes or goes.
+        """`tokens` is what steps have of each worker at most; `on_change` is called when a peer comes or
+        goes.
         Where there are `staging_places`, the stager gets a ring for them too; they take
         `staging_place_bytes` each (`BlobLayout.largest_place_bytes`)."""
         self._config = config
-        self._max_tokens = max_tokens
+        self._tokens = tokens
         self._incarnation = incarnation
         self._engine = engine
         self._on_change = on_change
@@ -80,7 +81,8 @@ class PeerListener:
         """Makes the rings that the new peer is to serve. None where there is no room for them now: those of
         its predecessor may not be gone yet."""
         self._withdraw(role)
-        shape, number, rings = self._shape(role), next(self._numbers), _Rings()
+        tokens = self._tokens.experts if role is Role.CPU_WORKER else self._tokens.ngrams
+        shape, number, rings = self._shape(role, tokens), next(self._numbers), _Rings()
         try:
             if shape is not None:
                 rings.main = self._make(shape, f"{role}-{number}", spin_time_s())
@@ -97,7 +99,7 @@ class PeerListener:
         return Init(
             incarnation=self._incarnation,
             segment=rings.main.descriptor if rings.main is not None else None,
-            ring_tokens=self._max_tokens if rings.main is not None else 0,
+            ring_tokens=tokens if rings.main is not None else 0,
             staging_segment=rings.staging.descriptor if rings.staging is not None else None,
             staging_places=self._staging_places if rings.staging is not None else 0,
         )
@@ -142,9 +144,9 @@ class PeerListener:
     def _make(self, shape: RingShape, purpose: str, spin_s: float) -> RingClient:
         return RingClient(shape, purpose, self._incarnation, spin_s=spin_s)
 
-    def _shape(self, role: Role) -> RingShape | None:
+    def _shape(self, role: Role, tokens: int) -> RingShape | None:
         if role is Role.CPU_WORKER:
-            return expert_ring(self._config, self._max_tokens)
+            return expert_ring(self._config, tokens)
         if self._config.ngram is not None:
-            return ngram_ring(self._config.ngram, self._max_tokens)
+            return ngram_ring(self._config.ngram, tokens)
         return None

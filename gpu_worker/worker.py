@@ -2,14 +2,19 @@
 
 import asyncio
 import logging
+from functools import partial
 
 from gpu_worker.device.choose import choose_torch_device
 from gpu_worker.engine import AbortAll, Engine
 from gpu_worker.experts.counts import ExpertFiles
+from gpu_worker.experts.placement import STAGING_PLACES
+from gpu_worker.loading import Loaded, load
 from gpu_worker.peers import PeerListener
 from gpu_worker.scheduler import Scheduler
+from gpu_worker.ways import AttachedWorkers, ModelFiles
 from shared.arena import sweep_segments
 from shared.config import GpuWorkerConfig
+from shared.expert_blobs import BlobLayout
 from shared.link import LinkClient, LinkServer
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
@@ -17,6 +22,7 @@ from shared.process import ProcessContext, ProcessState, load_in_thread
 from shared.run_directory import Role
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import meeting_cpu
+from shared.work_slots import ring_tokens
 
 _log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ Where blobs that are lent away might have to come from the disk again, they are 
 (`keeps_lent`), and are transferred and loaded from there.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from gpu_worker.device.expert_slots import DeviceExperts
 from gpu_worker.device.memory import Bytes, DeviceMemory, Event
 from gpu_worker.experts.staging import Staging
 from shared.errors import StrataError
-from shared.placement.policies import Swap
-from shared.placement.table import ResidencyTable
+from shared.placement.swaps import Swap
+from shared.placement.table import NO_EXPERT, NO_SLOT, ResidencyTable
 
 _SMALLEST_SEGMENT, _LARGEST_SEGMENT = 64 << 10, 64 << 20
 # The cache is lent in steps of about a thirty-second of it.
@@ -164,6 +165,11 @@ class ExpertCache:
         """The content of a slot that is lent, uint8 [slot bytes], if its expert is kept in RAM meanwhile."""
         return self._kept.get((layer, expert))
 
+    @property
+    def num_kept(self) -> int:
+        """Experts that are kept in RAM."""
+        return len(self._kept)
+
     # Loads.
 
     def swap(self, swaps: Iterable[Swap]) -> None:
@@ -194,6 +200,20 @@ class ExpertCache:
             if not self._take_further(load, staging):
                 self._asked.append(load)
         self._ask(staging)
+
+    def load_kept(self) -> None:
+        """Loads the experts whose slots have come back from being lent, as far as they were kept in RAM, and
+        waits until they are there: whoever missed one would have it read from the disk."""
+        coming = [load for load in self._queue if self.kept(load.layer, load.expert) is not None]
+        if not coming:
+            return
+        chosen = set(map(id, coming))
+        self._queue = deque([*coming, *(load for load in self._queue if id(load) not in chosen)])
+        waiting = {load.slot for load in coming}
+        while waiting & self._busy_slots:
+            self.pump()
+            if self._copying and (copied := self._copying[-1].copied) is not None:
+                _let_end(copied, self._timeout_s)
 
     def _take_further(self, load: _Load, staging: Staging) -> bool:
         """Begins the copy of a blob that was asked for, if it can begin; whether the load is done with that
@@ -273,7 +293,9 @@ class ExpertCache:
 
     def _queue_loads(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            if self._owners[slot] >= 0:
+            pair = self.layers[slot], self._owners[slot]
+            # While its slot was lent, an expert may have come into another one. The policy fills this one.
+            if pair[1] != NO_EXPERT and pair not in self._coming and self.table.slot_of[pair] == NO_SLOT:
                 self._add_load(slot)
 
     def _add_load(self, slot: int, *, is_swap: bool = False) -> None:
@@ -392,6 +414,11 @@ class ExpertCache:
         for segment in self._segments:
             segment.memory = self._memory.allocate(segment.num_bytes)
             self._segment_of += [segment] * (segment.stop - segment.first)
+
+
+def _let_end(event: Event, timeout_s: float) -> None:
+    with contextlib.suppress(StrataError, RuntimeError):
+        event.wait(timeout_s)
 
 
 def _has_ended(event: Event) -> bool:

@@ -18,7 +18,6 @@ from gpu_worker.state.sequence_state import context_bytes
 from shared.cache_directory import cache_directory
 from shared.config import GpuWorkerConfig, expert_cache_slots
 from shared.errors import ConfigError, ResourceError
-from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
 from shared.placement import profile
@@ -144,7 +143,7 @@ def open_placement(
     if asked == 0 or (asked is None and is_played):
         return None
     report("making room for experts on the device", 1.0)
-    sizes = expert_sizes(BlobLayout(model, config.num_layers), config)
+    sizes = expert_sizes(model, config)
     blob_bytes = np.array(sizes.slot_bytes, np.int64)
     landing_bytes = LANDING_BUFFERS * int(blob_bytes.max())
     store = _ProfileStore(settings.expert_profile, model, config)

@@ -2,7 +2,8 @@
 
 For each layer the routes are planned (`shared.placement.planner`). What the CPU computes goes to the
 cpu_worker first, and what is transferred to the stager, since both work by themselves; then the device
-computes its hits. Whoever collects computes what is transferred as it arrives, waits for the cpu_worker, and adds up.
+computes its hits. Whoever collects computes what is transferred as it arrives, waits for the cpu_worker, and
+adds up.
 
 **Prompts.** A chunk of fewer than `stream_min` tokens goes the same ways. A larger one needs nearly every
 expert of every layer, so all that are not on the device are streamed through it, layer after layer in fixed
@@ -89,6 +90,10 @@ class ThreeWays:
         self._cache.pump()
         self._lend_work_space(stops[-1])
         self._cache.is_held = self._streams
+        if not self._streams and self._cache.num_kept:
+            started = time.perf_counter()
+            self._cache.load_kept()
+            self.transfer_waited_s += time.perf_counter() - started
         self._ticket = self._cache.begin_step()
         share = placement.link_share.share
         if self._is_window:

@@ -25,8 +25,11 @@ from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.engine import AttachRing, DetachRing, Engine
 from gpu_worker.experts.counts import ExpertFiles
+from gpu_worker.experts.placement import STAGING_PLACES, ExpertPlacement, open_placement
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.scheduler import Scheduler
+from gpu_worker.ways import AttachedWorkers, ModelFiles
+from shared.config import GpuWorkerConfig
 from shared.errors import WorkerFailedError
 from shared.expert_blobs import BlobLayout, ExpertMode
 from shared.gguf.model import GGUFModel
@@ -41,6 +44,7 @@ from shared.messages import (
 )
 from shared.model_config import read_model_config
 from shared.native.team import Team
+from shared.placement.trace import TraceWriter
 from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
 from shared.run_directory import Role, new_incarnation
 from shared.work_slots import expert_ring, ngram_ring, staging_ring
@@ -78,10 +82,13 @@ class RunningEngine:
         places_per_layer: int = 0,
         natively: bool = False,
         staging_places: int = 0,
+        settings: GpuWorkerConfig | None = None,
+        recorder: TraceWriter | None = None,
     ) -> None:
         """On the CpuDevice, or on a TorchDevice where `torch_device` is given. Experts come from a pool with
         `places_per_layer`, if it is not 0, and are served in machine code if `natively`. Where there are
-        `staging_places`, the stager brings experts there, from the pool or the mapped file."""
+        `staging_places`, the stager brings experts there, from the pool or the mapped file. Where the
+        `settings` have experts on the device, those are placed by them, and there are staging places."""
         file = GGUFModel(path)
         config = read_model_config(file)
         self.device: Device = CpuDevice(file, 1) if torch_device is None else TorchDevice(file, torch_device)
@@ -95,20 +102,30 @@ class RunningEngine:
         self.on_experts: Callable[[Arrays], None] = lambda slot: None
         self.scheduler = Scheduler(max_running=parallel, prefill_tokens=prefill)
         self.messages: queue.Queue[Message] = queue.Queue()
-        self.engine = Engine(
-            self.model,
+        max_tokens = parallel + prefill
+        self._layout = BlobLayout(file, config.num_layers)
+        self.placement: ExpertPlacement | None = None
+        if settings is not None:
+            self.placement = open_placement(
+                settings, file, config, self.device, lambda activity, progress: None
+            )
+            staging_places = STAGING_PLACES if self.placement is not None else 0
+        self.workers = AttachedWorkers(
+            config,
             self.device.torch_device,
-            self.scheduler,
-            self.messages.put,
+            ModelFiles(ExpertFiles.of(file, config.num_layers), self._layout, path.name),
+            max_tokens,
             watchdog_s,
-            ExpertFiles.of(file, config.num_layers),
-            path.name,
+            placement=self.placement,
+            recorder=recorder,
+        )
+        self.engine = Engine(
+            self.model, self.device.torch_device, self.scheduler, self.messages.put, self.workers
         )
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count()
         self._incarnation = new_incarnation()
         self._workers: dict[Role, list[_Worker]] = {}
-        max_tokens = parallel + prefill
         self._team = Team(1)
         self._pool_files = contextlib.ExitStack()
         self.pooled: Pooled | None = None
@@ -131,7 +148,6 @@ class RunningEngine:
             slots = NgramSlots(open_rows(file, config.ngram))
             self._work[Role.STAGER] = (ngram_ring(config.ngram, max_tokens), slots, None)
         self._staging_places = staging_places
-        self._layout = BlobLayout(file, config.num_layers)
         self._sources = self.pooled.sources if self.pooled is not None else BlobSources(ExpertMode.MAPPED)
 
     def attach(self, role: Role) -> None:
@@ -223,6 +239,8 @@ class RunningEngine:
         self.engine.stop()
         for worker in itertools.chain.from_iterable(self._workers.values()):
             worker.stop()
+        if self.placement is not None:
+            self.placement.close()
         self.device.close()
         self._team.close()
         self._pool_files.close()
