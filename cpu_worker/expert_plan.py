@@ -9,7 +9,7 @@ from numba.core import types
 from numpy.typing import NDArray
 
 from cpu_worker.expert_arrivals import are_there, run_as_they_come
-from cpu_worker.expert_pool import blobs_at, enter, leave
+from cpu_worker.expert_pool import begin_results, blobs_at, enter, leave
 from cpu_worker.expert_program import run_waves
 from cpu_worker.expert_tasks import WAVE_ROUTES, layer_at
 from cpu_worker.expert_waves import decay_uses, groups_a_wave, lay_out, plan_at, sort_routes, write_waves
@@ -51,6 +51,8 @@ def compute_layer(
     that cannot be read costs the tokens that chose it, which are booked (`cpu_worker.expert_pool`).
     """
     layer = layer_at(layer_address)
+    if layer.blobs != 0:
+        begin_results(blobs_at(layer.blobs).pool)
     num_tokens, num_chosen = expert_ids.shape
     needed_bytes = lay_out(memory, layer_address, num_tokens, num_chosen)
     if needed_bytes > memory_bytes:

@@ -5,8 +5,8 @@ computes experts; the stager is told what to read into which place, and answers 
 (`shared.work_slots.blob_ring`, `shared.expert_blobs`).
 
 A place is *empty*; or *under way*, asked for and not answered (state 0); or its blob is *there* (1); or its
-read has *failed* (-errno): who finds that out does without the expert, and the next one who needs it asks
-again.
+read has *failed* (-errno): who finds that out does without the expert for the rest of the step, and the next
+step that needs it asks again.
 
 **What gives way.** Of the layer's places, those whose expert this step does not need any more (or never did),
 the least used first: uses decay (`cpu_worker.expert_waves`). Only where that gives no place, an expert that a
@@ -81,6 +81,7 @@ POOL = fields(
     "first_wave",
     "last_wave",
     "asked",  # i32 [num_experts]: ASKED, BOOKED, or 0
+    "lost",  # i32 [num_experts]: the negative errno of one that this step has to do without; 0 for none
     "batch",  # the slot of the stager's ring that is being filled; 0 for none
     "num_asked",  # experts in it
     # Towards the gpu_worker: the status words and the interrupt word of the ring that is served.
@@ -124,10 +125,16 @@ _PAUSE_S = 1e-3
 
 
 @jitable
-def enter(pool_address: int) -> bool:
-    """Begins a computation; False where the door is shut. Whoever has entered leaves."""
+def begin_results(pool_address: int) -> None:
+    """Nothing of the computation before is left in its results; also where nobody enters."""
     pool = pool_at(pool_address)
     pool.num_read = pool.wait_ns = pool.num_lost = pool.failure = 0
+
+
+@jitable
+def enter(pool_address: int) -> bool:
+    """Begins to compute from the pool; False where the door is shut. Whoever has entered leaves."""
+    pool = pool_at(pool_address)
     store_shared(pool_address + _IS_IN_USE, 1)
     fence()
     if load_shared(pool_address + _IS_CLOSED) == 0:
@@ -155,9 +162,12 @@ def _place_number(blobs_address: int, expert: int) -> int:
 
 @jitable
 def state_of(blobs_address: int, expert: int) -> int:
-    """THERE, 0 for under way, negative for failed or not asked for."""
-    number = _place_number(blobs_address, expert)
-    return load_shared(pool_at(blobs_at(blobs_address).pool).states + 8 * number) if number >= 0 else -1
+    """THERE, 0 for under way, negative for failed (also earlier in the step) or not asked for."""
+    number, pool = _place_number(blobs_address, expert), pool_at(blobs_at(blobs_address).pool)
+    if number >= 0:
+        return load_shared(pool.states + 8 * number)
+    lost = ids_at(pool.lost)[expert]
+    return lost if lost != 0 else -1
 
 
 @jitable
@@ -183,12 +193,13 @@ def _free(blobs_address: int, expert: int) -> None:
 
 @jitable
 def begin_step(pool_address: int, num_tokens: int) -> None:
-    """No wave needs anything yet, nothing is asked for, nothing booked."""
+    """No wave needs anything yet, nothing is asked for, nothing booked or lost."""
     pool = pool_at(pool_address)
     first, last, asked = ids_at(pool.first_wave), ids_at(pool.last_wave), ids_at(pool.asked)
+    lost = ids_at(pool.lost)
     for expert in range(pool.num_experts):
         first[expert] = last[expert] = -1
-        asked[expert] = 0
+        asked[expert] = lost[expert] = 0
     if pool.disk_routes != 0:
         routes, reads = ids_at(pool.disk_routes), ids_at(pool.token_reads)
         num_bytes, failures = integers_at(pool.token_read_bytes), ids_at(pool.token_failures)
@@ -268,6 +279,9 @@ def ask(blobs_address: int, uses_address: int, expert: int, wave: int, is_needed
         if state_of(blobs_address, expert) >= 0 or ids_at(pool.asked)[expert] == ASKED:
             return True
         _free(blobs_address, expert)
+    elif ids_at(pool.lost)[expert] != 0:
+        # Nor for a later wave that needs it too.
+        return True
     while True:
         arrived = load_shared(pool.arrived)
         place = _victim(blobs_address, uses_address, wave, is_needed_now)
@@ -353,16 +367,18 @@ def give_up(blobs_address: int) -> None:
 @jitable
 def lose(blobs_address: int, expert: int, tokens_address: int, count: int) -> None:
     """The blob of an expert could not be read: books that on the tokens that chose it, and empties its
-    place."""
+    place, if an earlier wave has not done so."""
     pool = pool_at(blobs_at(blobs_address).pool)
     book(blobs_address, expert, tokens_address, count)
     pool.num_lost += count
+    ids_at(pool.lost)[expert] = state_of(blobs_address, expert)
     if pool.token_failures != 0:
         tokens, failures = ids_at(tokens_address), ids_at(pool.token_failures)
         for i in range(count):
             failures[2 * tokens[i]] = -state_of(blobs_address, expert)
             failures[2 * tokens[i] + 1] = expert
-    _free(blobs_address, expert)
+    if _place_number(blobs_address, expert) >= 0:
+        _free(blobs_address, expert)
 
 
 class ExpertPool:
@@ -374,7 +390,7 @@ class ExpertPool:
         num_layers = len(layout.layers)
         self._place_of = np.full((num_layers, num_experts), -1, np.int32)
         self._expert_of = np.full((num_layers, places_per_layer), -1, np.int32)
-        self._marks = np.zeros((3, num_experts), np.int32)
+        self._marks = np.zeros((4, num_experts), np.int32)
         # Until a ring is served.
         self._own_words = np.zeros(16, np.int64)
         self._server: RingServer | None = None
@@ -389,6 +405,7 @@ class ExpertPool:
             first_wave=self._marks[0],
             last_wave=self._marks[1],
             asked=self._marks[2],
+            lost=self._marks[3],
             status=self._own_words,
             interrupt=address_of(self._own_words) + 64,
         )
@@ -474,7 +491,9 @@ class ExpertPool:
 
     def book_into(self, slot: Arrays) -> None:
         """The next computation books its reads, and what could not be read, into those arrays of an expert
-        slot."""
+        slot. Until then there are no results."""
+        for result in ("num_read", "wait_ns", "num_lost", "failure"):
+            self._pool[result] = 0
         self._pool["disk_routes"] = address_of(slot["disk_routes"])
         self._pool["token_reads"] = address_of(slot["reads"])
         self._pool["token_read_bytes"] = address_of(slot["read_bytes"])

@@ -53,17 +53,20 @@ class ExpertService:
         faults = major_faults()
         if self._pool is not None:
             self._pool.book_into(slot)
-        self._layers[int(header[ExpertHeader.LAYER])].compute(
-            slot["activations"][:num_tokens],
-            slot["expert_ids"][:num_tokens],
-            slot["expert_weights"][:num_tokens],
-            slot["outputs"][:num_tokens],
-            self._team,
-        )
-        if self._pool is not None:
-            header[ExpertHeader.NUM_READ] = self._pool.num_read
-            header[ExpertHeader.DISK_WAIT_NS] = self._pool.wait_ns
-            header[ExpertHeader.NUM_LOST] = self._pool.num_lost
+        try:
+            self._layers[int(header[ExpertHeader.LAYER])].compute(
+                slot["activations"][:num_tokens],
+                slot["expert_ids"][:num_tokens],
+                slot["expert_weights"][:num_tokens],
+                slot["outputs"][:num_tokens],
+                self._team,
+            )
+        finally:
+            # What was read for a slot that fails counts too.
+            if self._pool is not None:
+                header[ExpertHeader.NUM_READ] = self._pool.num_read
+                header[ExpertHeader.DISK_WAIT_NS] = self._pool.wait_ns
+                header[ExpertHeader.NUM_LOST] = self._pool.num_lost
         header[ExpertHeader.MAJOR_FAULTS] = major_faults() - faults
         header[ExpertHeader.COMPUTE_NS] = time.perf_counter_ns() - started
 

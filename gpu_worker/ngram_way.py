@@ -101,7 +101,9 @@ class StagedFeatures:
         Raises WorkerFailedError, StepStalledError or SlotError.
         """
         started = time.perf_counter()
-        slot = self._ring.wait(self.ticket, self._timeout_s, Role.STAGER)
-        self.waited_s += time.perf_counter() - started
+        try:
+            slot = self._ring.wait(self.ticket, self._timeout_s, Role.STAGER)
+        finally:
+            self.waited_s += time.perf_counter() - started
         features = torch.from_numpy(slot["features"][: self._num_tokens])
         return features if self._device.type == "cpu" else features.to(self._device)

@@ -86,9 +86,9 @@ class StagingService:
         """Through the page cache; not from a mapping, where a bad disk is the end of the process."""
         if self._sources.mode is ExpertMode.MAPPED:
             # All of it at once: what is not in memory is then read while others are copied.
-            for part in self._layout.layers[layer].parts:
-                file = self._files[str(part.file.path)]
-                for expert in experts:
+            for expert in experts:
+                for part in self._layout.layers[layer].parts:
+                    file = self._files[str(part.file.path)]
                     os.posix_fadvise(file, part.start(expert), part.num_bytes, os.POSIX_FADV_WILLNEED)
         for number, (expert, place) in enumerate(zip(experts, places, strict=True)):
             self._ring.status[RingStatus.OUTSTANDING] = len(experts) - number

@@ -88,8 +88,14 @@ class CpuExperts:
         """Nothing is left of a step."""
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
-        """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over."""
-        views = self._views_of(self._ring.next_slot(self._timeout_s, Role.CPU_WORKER), x.shape[0])
+        """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over. Raises
+        as `collect` does where no slot becomes free."""
+        started = time.perf_counter()
+        try:
+            slot = self._ring.next_slot(self._timeout_s, Role.CPU_WORKER)
+        finally:
+            self.waited_s += time.perf_counter() - started
+        views = self._views_of(slot, x.shape[0])
         views.header[ExpertHeader.LAYER] = layer
         views.header[ExpertHeader.NUM_TOKENS] = self._num_tokens
         if not self._is_on_cpu:

@@ -84,7 +84,7 @@ STEP = fields(
     "outputs",  # of the last layer that was computed
     "ticket",  # that was last waited for
     "layer",  # that it was for
-    "waited_ns",  # for outputs
+    "waited_ns",  # for outputs, and for a slot to be free
     "ngram_waited_ns",
 )
 _LAYER_BYTES = LAYER.itemsize
@@ -111,9 +111,11 @@ def _hand_over(step_address: int, layer: int) -> bool:
     number = load(load(ring + SUBMITTED))
     # Normally the slot is free. After a step that failed half-way the server may still be busy with it.
     step.ticket = number - load(ring + NUM_SLOTS)
-    if step.ticket >= 0:
-        sleeps = load(ring + CLIENT_SLEEPS)
-        if await_above(ring, load(ring + COMPLETED), step.ticket, sleeps, step.timeout_ns) != ARRIVED:
+    if step.ticket >= 0 and load_shared(load(ring + COMPLETED)) <= step.ticket:
+        started, sleeps = clock_ns(), load(ring + CLIENT_SLEEPS)
+        end = await_above(ring, load(ring + COMPLETED), step.ticket, sleeps, step.timeout_ns)
+        step.waited_ns += clock_ns() - started
+        if end != ARRIVED:
             return False
     slot = slot_of(ring, number)
     store(slot + step.slot_header + _LAYER_NUMBER, layer)

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from benchmarks.in_process import InProcessModel
 from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.model.batch import Batch
+from gpu_worker.ngram_way import StagedFeatures
 from shared import demo_model
 from shared.errors import GenerationError, StepStalledError, WorkerFailedError
 from shared.gguf.model import GGUFModel
 from shared.ring import RingClient, SlotError
-from shared.work_slots import expert_ring
+from shared.work_slots import expert_ring, ngram_ring
 from tests.support.expert_ring import CPU, open_ring, served, served_experts, served_features
 from tests.support.model_cases import CASES
 from tests.support.prepared import Prepared
@@ -212,3 +214,51 @@ def test_after_a_stall_the_ring_goes_on(waiting: tuple[InProcessModel, RingClien
 
     with served(ring, work, None):
         step(model, ring, 60)
+
+
+@pytest.mark.parametrize("natively", [False, True], ids=["python", "native"])
+def test_waiting_for_a_free_slot_counts(waiting: tuple[InProcessModel, RingClient], natively: bool) -> None:
+    """As waiting for experts, whether one becomes free or not."""
+    model, ring = waiting
+    for _ in range(ring.shape.num_slots):
+        ring.next_slot(1, "cpu_worker")
+        ring.submit()
+    files = ExpertFiles.of(model.file, model.config.num_layers)
+
+    def compute(experts: CpuExperts) -> None:
+        if natively:
+            model.experts = experts  # type: ignore[assignment]
+            model.step([(model.new_sequence(), [1, 2, 3])])
+        else:
+            x, routes = torch.ones((3, model.config.hidden)), (3, model.config.num_experts_used)
+            experts.submit(0, x, torch.zeros(routes, dtype=torch.int32), torch.zeros(routes))
+
+    impatient, patient = CpuExperts(ring, CPU, 0.05, files), CpuExperts(ring, CPU, 60, files)
+    with pytest.raises(StepStalledError):
+        compute(impatient)
+    assert impatient.waited_s >= 0.05
+    begin = threading.Event()
+
+    def work(slot: dict[str, NDArray[np.generic]]) -> None:
+        begin.wait(10)
+        slot["outputs"][:] = 0
+
+    with served(ring, work, None):
+        threading.Timer(0.2, begin.set).start()
+        compute(patient)
+    assert patient.waited_s >= 0.1
+
+
+def test_waiting_for_features_counts(prepare: Callable[[str], Prepared]) -> None:
+    """Also where none come."""
+    prepared = prepare("plain")
+    model = InProcessModel(prepared.reference.path)
+    ngram = model.config.ngram
+    assert ngram is not None
+    with open_ring(ngram_ring(ngram, 4)) as ring:
+        features = StagedFeatures(ring, CPU, 0.05, "file", len(ngram.head_vocab_sizes))
+        features.submit(np.zeros((1, ngram.ngram_size), np.int32))
+        with pytest.raises(StepStalledError):
+            features.collect()
+        assert features.waited_s >= 0.05
+    model.device.close()

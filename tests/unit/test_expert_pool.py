@@ -28,7 +28,7 @@ from shared.native.records import Record
 from shared.native.ring import RingStatus
 from shared.native.task import address_of
 from shared.native.team import Team
-from shared.ring import RingClient
+from shared.ring import RingClient, SlotError
 from shared.work_slots import ExpertHeader, expert_ring
 from stager.read_queue import Faults
 from tests.support.expert_pool import Pooled, pooled
@@ -254,8 +254,9 @@ def test_a_blob_that_cannot_be_read(
             numbers, experts = booked["failures"].T
             lost = numbers != 0
             assert set(numbers.tolist()) - {0} == {number}
-            # Whoever shares a lost expert has lost it too, unless it was asked for again for a later wave.
             assert all(expert in ids for expert, ids in zip(experts[lost], step[1][lost], strict=True))
+            # Whoever shares a lost expert has lost it too.
+            assert (np.isin(step[1], experts[lost]).any(1) == lost).all()
             assert out[~lost].tobytes() == whole[~lost].tobytes()
             assert np.isfinite(out).all()
             assert ours.pool.num_lost >= lost.sum()
@@ -286,6 +287,50 @@ def test_a_disk_that_reads_nothing(file: GGUFModel, team: Team) -> None:
             assert ours.reader.num_reads == turn * 3 * num_chosen
             assert (booked["failures"][:, 0] == errno.EBADF).all()
             assert ours.pool.num_lost == (step[1] >= 0).sum()
+
+
+def test_an_expert_of_several_waves_is_asked_for_once(file: GGUFModel, team: Team) -> None:
+    """More routes lead to it than a wave has, and its blob cannot be read: all of them are lost to the one
+    read, and the next step asks again."""
+    num_tokens, x = 1200, np.ones((1200, HIDDEN), np.float32)
+    ids = np.full((num_tokens, 1), 4, np.int32)
+    weights = np.ones((num_tokens, 1), np.float32)
+
+    def spoil(reads: Record) -> None:
+        reads["file"] = 9999
+
+    with pooled(file, 6) as ours:
+        ours.reader.before = spoil
+        for turn in range(1, 4):
+            booked = booking(num_tokens)
+            ours.pool.book_into(booked)
+            ours.layers[0].compute(x, ids, weights, np.empty_like(x), team)
+            assert ours.reader.num_reads == turn * 3
+            assert booked["reads"].sum() == 3
+            assert (booked["failures"] == [errno.EBADF, 4]).all()
+            assert (booked["disk_routes"] == 1).all()
+            assert (ours.pool.num_read, ours.pool.num_lost) == (1, num_tokens)
+        ours.reader.before = lambda reads: None
+        step = (x, ids, weights)
+        assert compute(ours.layers[0], step, team) == compute(ExpertLayer(file, 0), step, team)
+        assert ours.pool.num_lost == 0
+
+
+@pytest.mark.parametrize("ids", [[-1, -1], [3, 9999]], ids=["nobody's", "no such expert"])
+def test_nothing_is_left_of_the_step_before(file: GGUFModel, team: Team, ids: list[int]) -> None:
+    """A layer none of whose routes are to be computed here has read nothing, waited for nothing, and lost
+    nothing."""
+    x, weights = np.ones((1, HIDDEN), np.float32), np.ones((1, 2), np.float32)
+    with pooled(file, 6) as ours:
+        ours.reader.before = from_nowhere
+        compute(ours.layers[0], (x, np.array([[4, 9]], np.int32), weights), team)
+        assert min(ours.pool.num_read, ours.pool.wait_ns, ours.pool.num_lost) > 0
+        if max(ids) < 0:
+            assert compute(ours.layers[0], (x, np.array([ids], np.int32), weights), team) == bytes(4 * HIDDEN)
+        else:
+            with pytest.raises(ValueError, match="expert 9999"):
+                compute(ours.layers[0], (x, np.array([ids], np.int32), weights), team)
+        assert ours.pool.num_read == ours.pool.wait_ns == ours.pool.num_lost == 0
 
 
 def test_a_stager_that_is_asked_to_stop(file: GGUFModel, team: Team) -> None:
@@ -392,6 +437,35 @@ def test_slots_say_who_has_lost_an_expert(
         slot = ring.wait(submit(ring, 1, step), 10, "worker")
         assert slot["header"][ExpertHeader.NUM_LOST] == 0
         assert slot["header"][ExpertHeader.NUM_READ] == 1
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_slots_that_fail_say_what_was_read(
+    file: GGUFModel, team: Team, ring: RingClient, natively: bool
+) -> None:
+    """Machine code and Python alike: a stager that is lost while the third wave waits leaves the reads of the
+    two before, which were asked for together."""
+    x, weights = np.ones((3, HIDDEN), np.float32), np.ones((3, NUM_USED), np.float32)
+    lost, release = WorkerFailedError("the stager is lost: its process died"), threading.Event()
+    num_batches = 0
+
+    def lose_it(reads: Record) -> None:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches == 2:
+            ours.pool.shut(lost)
+            release.wait(30)
+
+    with pooled(file, 6) as ours, serving(ours, ring, team, natively=natively):
+        ours.reader.before = lose_it
+        ticket = submit(ring, 1, (x, np.arange(9, dtype=np.int32).reshape(3, 3), weights))
+        with pytest.raises(SlotError, match="its process died"):
+            ring.wait(ticket, 10, "worker")
+        release.set()
+        slot = ring.slot(ticket)
+        assert slot["header"][ExpertHeader.NUM_READ] == 6
+        assert slot["header"][ExpertHeader.DISK_WAIT_NS] > 0
+        assert slot["reads"][:3].tolist() == [[3, 3, 3], [3, 3, 3], [0, 0, 0]]
 
 
 def test_a_slow_disk_is_no_stall(file: GGUFModel, team: Team, ring: RingClient) -> None:

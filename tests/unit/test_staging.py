@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from shared.errors import StepStalledError, WorkerFailedError
 from shared.expert_blobs import BlobLayout, ExpertMode, expert_tensor
 from shared.gguf.model import GGUFModel
 from shared.native.records import Record
-from shared.work_slots import PARTS, BlobHeader
+from shared.ring import RingServer
+from shared.work_slots import PARTS, BlobHeader, blob_ring
 from stager.blob_sources import BlobSources, PoolContents
-from stager.read_queue import Faults
+from stager.expert_blobs import BlobService
+from stager.read_queue import Faults, ReadQueue
 from tests.support.expert_pool import Pooled, pooled
+from tests.support.expert_ring import open_ring
 from tests.support.staging import staged
 from tests.support.tiny_model import NUM_LAYERS, TinyModel, tiny_model
 
@@ -216,6 +220,26 @@ def test_from_the_pool(file: GGUFModel) -> None:
         assert [sum(ours.staging.reads(place)[0]) for place in places] == [3, 0]
 
 
+def test_the_pool_is_let_go(file: GGUFModel) -> None:
+    """Its memory is most of what there is: with the cpu_worker that made it lost, nothing keeps it."""
+    layout, sources = BlobLayout(file, NUM_LAYERS), BlobSources(ExpertMode.POOL)
+    service = BlobService(layout, ReadQueue(4), sources)
+    with open_ring(blob_ring(NUM_LAYERS, 2, layout.pool_bytes(2))) as ring:
+        server = RingServer(ring.shape, ring.descriptor, spin_s=0)
+        service.open(server, 2)
+        assert sources.pool is not None
+        kept = weakref.ref(server.common["pool"])
+        server.close()
+        service.forget_ring()
+        del server
+        assert kept() is None
+        assert sources.pool is None
+        with staged(file, sources, 1) as ours:
+            (place,) = bring(ours.staging, 0, [3])
+            assert bytes_of(ours.staging, place, 0, 3) == expected(file, 0, 3)
+    service.close()
+
+
 def test_a_read_for_the_pool_that_failed(file: GGUFModel) -> None:
     """Leaves nothing that could be copied."""
     with (
@@ -303,8 +327,9 @@ def test_a_stager_that_stops(file: GGUFModel) -> None:
         stop = ours.server.stop
         ours.reader.before = lambda reads: stop()
         places = ours.staging.request(0, [1, 2, 3])
-        with pytest.raises(WorkerFailedError, match="the stager is stopping"):
-            ours.staging.wait(places)
+        for place in places:
+            with pytest.raises(WorkerFailedError, match="the stager is stopping"):
+                ours.staging.wait([place])
         assert {ours.staging.state(place) for place in places} == {-errno.ECANCELED}
 
 
