@@ -120,12 +120,12 @@ def _expected(plan: StackPlan, rates: Rates, origins: dict[str, str]) -> Iterato
     shares = plan.shares
     prompts = ", ".join(f"{_duration(s)} after {tokens} tokens" for tokens, s in plan.seconds.items())
     yield (
-        f"expect   at most {1 / plan.token_s:.3g} tokens/s of one request; experts found on the device "
+        f"expect   at most {_number(1 / plan.token_s)} tokens/s of one request; experts found on the device "
         f"{shares.device:.1%}, in RAM {shares.ram:.1%}, on the disk {shares.disk:.1%}"
     )
     yield f"         first token {prompts}, n-gram rows at hand"
     told = ", ".join(
-        f"{label} {getattr(rates, _RATE_FIELDS[name]) / unit:.3g} {unit_name} ({origins[name]})"
+        f"{label} {_number(getattr(rates, _RATE_FIELDS[name]) / unit)} {unit_name} ({origins[name]})"
         for name, (label, unit, unit_name) in _RATE_NAMES.items()
         if name in origins
     )
@@ -192,6 +192,11 @@ def size(num_bytes: float) -> str:
 
 def _line(what: str, num_bytes: int, more: str = "") -> str:
     return f"  {what:<20}{size(num_bytes):>12}  {more}".rstrip()
+
+
+def _number(value: float) -> str:
+    """With three digits, or whole."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:
