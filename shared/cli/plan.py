@@ -7,6 +7,8 @@ Exits with 1 where something does not fit. Reads the header of the file only.
 import argparse
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 
 from shared.cli.plan_report import as_json, as_text
 from shared.cli.stack_arguments import add_stack_arguments, stack_configs
@@ -16,31 +18,29 @@ from shared.gguf.model import GGUFModel
 from shared.memory_budget import Memory, read_memory
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.placement.device import slots_in_ram
-from shared.placement.rates import (
-    ASSUMED_CPU,
-    ASSUMED_DEVICE,
-    ASSUMED_DISK,
-    ASSUMED_LINK,
-    Rates,
-    assumed_prompt_tokens,
-    probe_copy,
-    probe_disk,
-    probe_reading,
-)
+from shared.placement.rates import Rates, assumed_rates, probe_copy, probe_disk, probe_reading
 from shared.placement.sizes import active_weights
 from shared.placement.stack_plan import Planner
 from shared.run_directory import Role
-from shared.tensor_catalog import check_tensors
+from shared.tensor_catalog import TensorClass, check_tensors, expected_tensors
 from shared.topology import cpu_set, num_threads_on, usable_cpus
 
 _SIZE = re.compile(r"(?P<number>[0-9]{1,9}(\.[0-9]{1,6})?) ?(?P<unit>[KMGT])(?P<binary>i?)B", re.IGNORECASE)
 _GIB = 1 << 30
-_RATES = {
-    "link_gb_s": "from RAM to the device",
-    "cpu_gb_s": "of encoded experts computed in RAM",
-    "disk_mb_s": "of large reads from the disk",
-    "device_gb_s": "of weights read from the device's memory",
-    "prompt_tokens_s": "tokens of a prompt computed, where all weights are at hand",
+# Of each rate its flag, and what its value is in.
+_FLAGS = {
+    "link": ("link_gb_s", 1e9),
+    "cpu": ("cpu_gb_s", 1e9),
+    "disk": ("disk_mb_s", 1e6),
+    "device": ("device_gb_s", 1e9),
+    "prompt_tokens": ("prompt_tokens_s", 1.0),
+}
+_MEANINGS = {
+    "link": "from RAM to the device",
+    "cpu": "of encoded experts computed in RAM",
+    "disk": "of large reads from the disk",
+    "device": "of weights read from the device's memory",
+    "prompt_tokens": "of tokens of a prompt computed, where all weights are at hand",
 }
 
 
@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--ram", type=parse_size, metavar="SIZE", help="RAM in all (default: what this machine has available)"
     )
-    for name, meaning in _RATES.items():
+    for rate, (flag, _) in _FLAGS.items():
         machine.add_argument(
-            f"--{name.replace('_', '-')}", type=_positive, metavar="RATE", help=f"rate {meaning}"
+            f"--{flag.replace('_', '-')}", type=_positive, metavar="RATE", help=f"rate {_MEANINGS[rate]}"
         )
     machine.add_argument(
         "--probe", action="store_true", help="measure what can be measured here within a second, else assumed"
@@ -125,41 +125,52 @@ def _rates(
     cpu_worker: CpuWorkerConfig,
     device_bytes: int | None,
 ) -> tuple[Rates, dict[str, str]]:
-    """All rates, and of each whether it was given, measured, or assumed."""
-    origins: dict[str, str] = {}
-
-    def rate(name: str, unit: float, measured: float | None, assumed: float) -> float:
-        given: float | None = getattr(parsed, name)
-        if given is not None:
-            origins[name] = "given"
-            return given * unit
-        origins[name] = "assumed" if measured is None else "measured"
-        return assumed if measured is None else measured
-
+    """All rates, and of those that matter whether each is given, measured or assumed."""
     has_device = device_bytes is not None
-    cpus = cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
-    num_threads = cpu_worker.pool_workers or num_threads_on(cpus)
-    probes = parsed.probe
-    wants_cpu, wants_disk = parsed.cpu_gb_s is None, parsed.disk_mb_s is None
-    cpu = rate("cpu_gb_s", 1e9, probe_reading(num_threads) if probes and wants_cpu else None, ASSUMED_CPU)
-    disk = rate("disk_mb_s", 1e6, _disk_rate(model) if probes and wants_disk else None, ASSUMED_DISK)
-    link = 0.0
-    if has_device:
-        link = rate("link_gb_s", 1e9, None, ASSUMED_LINK)
-    elif slots_in_ram("cpu", gpu_worker.expert_cache):
-        wants_link = parsed.link_gb_s is None
-        link = rate("link_gb_s", 1e9, probe_copy() if probes and wants_link else None, ASSUMED_LINK)
-    device = rate("device_gb_s", 1e9, None, ASSUMED_DEVICE) if has_device else cpu
-    assumed = assumed_prompt_tokens(
+    has_link = has_device or slots_in_ram("cpu", gpu_worker.expert_cache) > 0
+    assumed = assumed_rates(
         active_weights(model, config), num_threads_on(usable_cpus()), has_device=has_device
     )
-    return Rates(link, cpu, disk, device, rate("prompt_tokens_s", 1.0, None, assumed)), origins
+    matters = {"link": has_link, "cpu": True, "disk": True, "device": has_device, "prompt_tokens": True}
+    given = {
+        rate: getattr(parsed, flag) * unit
+        for rate, (flag, unit) in _FLAGS.items()
+        if getattr(parsed, flag) is not None
+    }
+    measured: dict[str, float] = {}
+    if parsed.probe:
+        cpus = cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
+        probes: dict[str, Callable[[], float | None]] = {
+            "cpu": lambda: probe_reading(cpu_worker.pool_workers or num_threads_on(cpus)),
+            "disk": lambda: _disk_rate(model, config),
+        }
+        if has_link and not has_device:
+            probes["link"] = probe_copy
+        found = {rate: probe() for rate, probe in probes.items() if rate not in given}
+        measured = {rate: value for rate, value in found.items() if value is not None}
+    rates = replace(assumed, **measured, **given)
+    if not has_link:
+        rates = replace(rates, link=0.0)
+    if not has_device:
+        # What would be read from the device's memory is read from RAM.
+        rates = replace(rates, device=rates.cpu)
+    origins = {
+        rate: "given" if rate in given else "measured" if rate in measured else "assumed"
+        for rate, is_told in matters.items()
+        if is_told
+    }
+    return rates, origins
 
 
-def _disk_rate(model: GGUFModel) -> float | None:
-    """Measured on the first expert matrix's home, by reads as large as one expert's."""
-    info = model.info("blk.0.ffn_gate_exps.weight")
-    return probe_disk(model.home(info.name).path, info.num_bytes // info.shape[0])
+def _disk_rate(model: GGUFModel, config: Qwen4ExpConfig) -> float | None:
+    """Measured in the file of the experts, by reads as large as one expert's largest matrix."""
+    infos = [
+        model.info(tensor.name)
+        for tensor in expected_tensors(config, model)
+        if tensor.tensor_class in (TensorClass.EXPERTS_GATE_UP, TensorClass.EXPERTS_DOWN)
+    ]
+    largest = max(infos, key=lambda info: info.num_bytes)
+    return probe_disk(model.home(largest.name).path, largest.num_bytes // config.num_experts)
 
 
 def _positive(text: str) -> float:

@@ -13,19 +13,13 @@ from shared.placement.stack_plan import StackPlan
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _MARKS = {None: "yes", Obstacle.SLOTS: "no, slots", Obstacle.HALF: "over half", Obstacle.RAM: "no, RAM"}
-_RATE_NAMES = {
-    "link_gb_s": ("link", 1e9, "GB/s"),
-    "cpu_gb_s": ("CPU", 1e9, "GB/s"),
-    "disk_mb_s": ("disk", 1e6, "MB/s"),
-    "device_gb_s": ("device memory", 1e9, "GB/s"),
-    "prompt_tokens_s": ("prompts", 1.0, "tokens/s"),
-}
-_RATE_FIELDS = {
-    "link_gb_s": "link",
-    "cpu_gb_s": "cpu",
-    "disk_mb_s": "disk",
-    "device_gb_s": "device",
-    "prompt_tokens_s": "prompt_tokens",
+# How a rate is told: its name, unit, and what that is in.
+_RATES = {
+    "link": ("link", "GB/s", 1e9),
+    "cpu": ("CPU", "GB/s", 1e9),
+    "disk": ("disk", "MB/s", 1e6),
+    "device": ("device memory", "GB/s", 1e9),
+    "prompt_tokens": ("prompts", "tokens/s", 1.0),
 }
 
 
@@ -120,16 +114,15 @@ def _expected(plan: StackPlan, rates: Rates, origins: dict[str, str]) -> Iterato
     shares = plan.shares
     prompts = ", ".join(f"{_duration(s)} after {tokens} tokens" for tokens, s in plan.seconds.items())
     yield (
-        f"expect   at most {1 / plan.token_s:.3g} tokens/s of one request; experts found on the device "
+        f"expect   at most {_number(1 / plan.token_s)} tokens/s of one request; experts found on the device "
         f"{shares.device:.1%}, in RAM {shares.ram:.1%}, on the disk {shares.disk:.1%}"
     )
     yield f"         first token {prompts}, n-gram rows at hand"
-    told = ", ".join(
-        f"{label} {getattr(rates, _RATE_FIELDS[name]) / unit:.3g} {unit_name} ({origins[name]})"
-        for name, (label, unit, unit_name) in _RATE_NAMES.items()
-        if name in origins
-    )
-    yield f"         from estimates: {told}"
+    told = []
+    for rate, origin in origins.items():
+        label, unit_name, unit = _RATES[rate]
+        told.append(f"{label} {_number(getattr(rates, rate) / unit)} {unit_name} ({origin})")
+    yield f"         by {', '.join(told)}"
 
 
 def _verdict(plan: StackPlan) -> Iterator[str]:
@@ -173,8 +166,7 @@ def as_json(plan: StackPlan, name: str, rates: Rates, origins: dict[str, str]) -
         "decode_tokens_s": 1 / plan.token_s,
         "first_token_s": {str(tokens): seconds for tokens, seconds in plan.seconds.items()},
         "rates": {
-            _RATE_FIELDS[key]: {"value": getattr(rates, _RATE_FIELDS[key]), "origin": origin}
-            for key, origin in origins.items()
+            rate: {"value": getattr(rates, rate), "origin": origin} for rate, origin in origins.items()
         },
         "frees": [asdict(saving) for saving in plan.savings],
         "short": [asdict(shortage) for shortage in plan.shortages],
@@ -192,6 +184,11 @@ def size(num_bytes: float) -> str:
 
 def _line(what: str, num_bytes: int, more: str = "") -> str:
     return f"  {what:<20}{size(num_bytes):>12}  {more}".rstrip()
+
+
+def _number(value: float) -> str:
+    """With three digits, or whole."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:

@@ -13,11 +13,11 @@ Keys and values are planned once for the longest context: requests that run at t
 memory. With `--kv-grow` it starts at 16384 tokens and grows by 8192.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from shared.memory_budget import Memory
+from shared.memory_budget import Memory, Needs
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.sizes import ExpertSizes, context_bytes, state_bytes
 
@@ -155,20 +155,21 @@ class Placement:
         return self.cache_bytes / self.num_slots if self.num_slots else self.sizes.mean_slot_bytes
 
 
-def slots_in(sizes: ExpertSizes, num_bytes: int, order: Sequence[int] | None = None) -> tuple[int, ...]:
+def slots_in(sizes: ExpertSizes, num_bytes: int, order: Iterable[int] | None = None) -> tuple[int, ...]:
     """Slots of each layer that fit in so many bytes. `order` has the layers of experts, most wanted first,
-    which get slots as long as theirs fits; without it layers get one after the other, all alike."""
+    which get slots up to the first that does not fit; without it layers take turns."""
     counts = [0] * sizes.num_layers
     left = max(0, num_bytes)
     if order is None:
         rounds = min(left // sizes.round_bytes, sizes.num_experts)
         counts = [rounds] * sizes.num_layers
         left -= rounds * sizes.round_bytes
-        order = range(sizes.num_layers)
+        order = range(sizes.num_layers) if rounds < sizes.num_experts else ()
     for layer in order:
-        if sizes.slot_bytes[layer] <= left and counts[layer] < sizes.num_experts:
-            counts[layer] += 1
-            left -= sizes.slot_bytes[layer]
+        if sizes.slot_bytes[layer] > left:
+            break
+        counts[layer] += 1
+        left -= sizes.slot_bytes[layer]
     return tuple(counts)
 
 
@@ -189,3 +190,11 @@ def headroom_bytes(memory: Memory) -> int:
     """RAM that a plan leaves free: 4 GiB, as the original engine does, or an eighth of smaller machines;
     never less than the floor that loading keeps."""
     return max(memory.floor, min(_HEADROOM_BYTES, memory.total // _HEADROOM_PART))
+
+
+def expert_ram_bytes(memory: Memory, needs: Needs, ram_budget_gib: float = 0.0) -> int:
+    """RAM that experts can have: what neither the stack needs otherwise nor is headroom; or `--ram-budget`,
+    where that is not 0, as far as the floor allows."""
+    if ram_budget_gib:
+        return min(max(0, memory.available - memory.floor), int(ram_budget_gib * _GIB))
+    return max(0, memory.available - headroom_bytes(memory) - needs.total)

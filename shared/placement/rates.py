@@ -28,12 +28,11 @@ class Rates:
 
 
 # The slowest link and CPU of four machines that the original engine logged.
-ASSUMED_LINK = 13.1 * _GB
-ASSUMED_CPU = 5.9 * _GB
+_LINK, _CPU = 13.1 * _GB, 5.9 * _GB
 # A disk on a SATA link.
-ASSUMED_DISK = 0.5 * _GB
+_DISK = 0.5 * _GB
 # Half of what an RTX 3090 is sold as.
-ASSUMED_DEVICE = 468 * _GB
+_DEVICE = 468 * _GB
 # The original engine read 17,458 tokens in 5.34 s of computing on an RTX 3090, with 6e9 weights a token.
 _DEVICE_WEIGHTS_S = 17_458 / 5.34 * 6e9
 # A core of a server CPU with AVX-512 and VNNI, as in the README's table.
@@ -44,9 +43,11 @@ _PROBE_BYTES = 64 << 20
 _PROBE_DEPTH = 4
 
 
-def assumed_prompt_tokens(active_weights: int, num_cores: int, *, has_device: bool) -> float:
-    """Tokens per second of a prompt, where a token is multiplied with so many weights."""
-    return (_DEVICE_WEIGHTS_S if has_device else num_cores * _CORE_WEIGHTS_S) / active_weights
+def assumed_rates(active_weights: int, num_cores: int, *, has_device: bool) -> Rates:
+    """Rates of a machine nothing is known of but its cores, and whether it has a device other than them; for
+    a model that multiplies each token of a prompt with so many weights."""
+    weights_s = _DEVICE_WEIGHTS_S if has_device else num_cores * _CORE_WEIGHTS_S
+    return Rates(_LINK, _CPU, _DISK, _DEVICE if has_device else _CPU, weights_s / active_weights)
 
 
 def probe_copy() -> float:

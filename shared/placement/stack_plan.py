@@ -22,6 +22,7 @@ from shared.placement.memory_plan import (
     Placement,
     WorkSpace,
     device_needs,
+    expert_ram_bytes,
     headroom_bytes,
     placed_bytes,
     slots_in,
@@ -38,7 +39,7 @@ from shared.placement.sizes import (
 )
 from shared.tensor_catalog import NGRAM_TABLE
 
-_GIB, _MIB = 1 << 30, 1 << 20
+_MIB = 1 << 20
 _SHORT_PROMPT = 4096
 _SMALLEST_CONTEXT = 1024
 
@@ -149,7 +150,7 @@ class Planner:
         placement = self._placement(device)
         lendable = placement
         ram = self._ram_needs(self._cpu, placement)
-        for_experts = self._for_experts(ram)
+        for_experts = expert_ram_bytes(self._memory, ram, self._cpu.ram_budget)
         setting = prefill_setting(self._gpu.prefill)
         chunk = resolve_prefill(setting, placement, for_experts, self._rates, self._max_context)
         candidates: list[Candidate] = []
@@ -231,13 +232,6 @@ class Planner:
             is_on_cuda=self._device_bytes is not None,
             slot_bytes=in_ram,
         )
-
-    def _for_experts(self, ram: Needs) -> int:
-        room = max(0, self._memory.available - self._headroom - ram.total)
-        if self._cpu.ram_budget:
-            above_floor = max(0, self._memory.available - self._memory.floor)
-            room = min(above_floor, int(self._cpu.ram_budget * _GIB))
-        return room
 
     def _device_shortages(
         self,

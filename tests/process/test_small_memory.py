@@ -128,6 +128,6 @@ def test_resident_experts_that_do_not_fit() -> None:
     with stack_files() as stack:
         stack.serve("--experts", "resident", *BUDGET)
         assert stack.supervisor.wait(60) == 2
-        assert "--experts resident: all experts are 0.0" in stack.log
-        assert "can be had for them (--ram-budget 0.004)" in stack.log
+        assert "--experts resident: all experts are 1" in stack.log
+        assert " MiB, and 4 MiB can be had for them (--ram-budget 0.004)" in stack.log
         stack.assert_nothing_left()

@@ -110,6 +110,19 @@ def test_what_else_is_needed(tmp_path: Path) -> None:
         assert needs_of(model, config, Held(private=1 << 40, locked=0), row_bytes=0).processes >= 0
 
 
+def test_what_a_device_takes_over(tmp_path: Path) -> None:
+    """On a CUDA device dense weights and the context are there; where RAM plays a device, slots are in it."""
+    with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as model:
+        config = read_model_config(model)
+        nothing = Held(private=0, locked=0)
+        alone = needs_of(model, config, nothing, row_bytes=5)
+        on_cuda = needs_of(model, config, nothing, row_bytes=5, is_on_cuda=True)
+        assert (on_cuda.dense, on_cuda.context, on_cuda.slots) == (0, 0, 0)
+        assert on_cuda.total == alone.total - alone.dense - alone.context
+        played = needs_of(model, config, nothing, row_bytes=5, slot_bytes=7000)
+        assert played.total == alone.total + 7000
+
+
 def test_what_the_stack_has_locked_is_its_own() -> None:
     """A cpu_worker that comes back finds all experts locked by the stager: they still fit."""
     memory = Memory(total=64 << 30, available=10 << 30)

@@ -10,11 +10,12 @@ from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.state.sequence_state import SequenceState
 from shared.gguf.model import GGUFModel
-from shared.memory_budget import Memory
+from shared.memory_budget import Memory, Needs
 from shared.model_config import read_model_config
 from shared.placement.memory_plan import (
     Placement,
     device_needs,
+    expert_ram_bytes,
     headroom_bytes,
     slots_in,
     slots_of,
@@ -94,8 +95,9 @@ def test_slots_that_fit() -> None:
     assert slots_in(SMALL, 2 * 1792 + 1100) == (3, 3, 2)
     assert slots_in(SMALL, 1 << 30) == (4, 4, 4)
     assert slots_in(SMALL, 255) == slots_in(SMALL, -5) == (0, 0, 0)
-    assert slots_in(SMALL, 2000, order=[2, 2, 1, 0, 0]) == (1, 1, 1)
-    assert slots_in(SMALL, 1 << 30, order=[0] * 9) == (4, 0, 0)
+    assert slots_in(SMALL, 2000, order=[2, 1, 0, 0]) == (1, 1, 1)
+    # What does not fit is not passed over for what is wanted less.
+    assert slots_in(SMALL, 2000, order=[2, 2, 1, 0, 0]) == (0, 0, 1)
 
 
 def test_slots_that_are_asked_for() -> None:
@@ -197,6 +199,15 @@ def test_what_the_device_needs_beside_experts() -> None:
     assert needs(32768, 1, kv_grow=False) == (context_bytes(REAL_CONFIG, 32768), state, buffers)
     assert needs(32768, 4, kv_grow=True) == (context_bytes(REAL_CONFIG, 16384), 4 * state, buffers)
     assert needs(8192, 4, kv_grow=True) == (context_bytes(REAL_CONFIG, 8192), 4 * state, buffers)
+
+
+def test_ram_for_experts() -> None:
+    """Beside what else is needed and the headroom; a budget overrules both, but not the floor."""
+    memory, needs = Memory(total=32 * GIB, available=30 * GIB), Needs(GIB, GIB, GIB, GIB)
+    assert expert_ram_bytes(memory, needs) == (30 - 4 - 4) * GIB
+    assert expert_ram_bytes(memory, replace(needs, dense=40 * GIB)) == 0
+    assert expert_ram_bytes(memory, needs, 25.0) == 25 * GIB
+    assert expert_ram_bytes(memory, needs, 29.0) == 28 * GIB
 
 
 @pytest.mark.parametrize(("total", "free"), [(62.8, 4), (32, 4), (8, 1), (128, 8), (0.5, 0.125)])

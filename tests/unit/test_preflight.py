@@ -10,9 +10,12 @@ import pytest
 from shared import preflight
 from shared.config import PROCESS_CONFIGS
 from shared.errors import ConfigError, ModelFileError, ResourceError, UnsupportedModelError
+from shared.gguf.model import GGUFModel
+from shared.model_config import read_model_config
 from shared.preflight import check_port, check_stack
 from shared.run_directory import Role
 from shared.settings import settings_of
+from shared.work_slots import RingTokens, ring_tokens, shared_memory_needed
 from tests.support.tiny_model import tiny_model
 
 
@@ -139,6 +142,27 @@ def test_too_little_shared_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -
     ):
         check(path, prefill="1024")
     check(path, prefill="64")
+
+
+def test_chunks_that_stream_need_less_shared_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slots on the device the cpu_worker sees chunks below the streaming size only, but n-gram rows
+    come for all. A chunk that is left to choose may be as large as the cap."""
+    assert ring_tokens(8192, 4, has_slots=False, stream_min=1024) == RingTokens(8196, 8196)
+    assert ring_tokens(8192, 4, has_slots=True, stream_min=1024) == RingTokens(1027, 8196)
+    assert ring_tokens(512, 4, has_slots=True, stream_min=1024) == RingTokens(516, 516)
+    with GGUFModel(path) as model:
+        config = read_model_config(model)
+    free = shared_memory_needed(config, RingTokens(1027, 8196))
+    assert free < shared_memory_needed(config, RingTokens(8196, 8196))
+    monkeypatch.setattr(preflight, "free_shared_memory", lambda: free)
+    check(path, prefill="8192", device="cpu", expert_cache="4")
+    check(path, device="cpu", expert_cache="4")
+    with pytest.raises(ResourceError, match=r"or lower --prefill \(now 8192\)"):
+        check(path, prefill="8192", device="cpu")
+    with pytest.raises(ResourceError, match=r"or lower --prefill \(now auto:9000\)"):
+        check(path, prefill="auto:9000", device="cpu", expert_cache="4")
+    # 512 without slots, whatever the cap.
+    check(path, prefill="auto:9000", device="cpu")
 
 
 def test_experts_that_may_not_be_locked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Where experts are kept, for any setting and any memory; and what is said where that cannot be."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,23 @@ def test_shared_memory_bounds_the_pool(caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(ResourceError, match=r"of shared memory \(/dev/shm\).*enlarge /dev/shm"):
         decided(budget=20, free_shared=GIB)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_slots_in_ram_are_left_room(caplog: pytest.LogCaptureFixture) -> None:
+    """Where RAM plays the memory of a device, its slots are not given to experts a second time."""
+    needs = replace(NEEDS, slots=3 * GIB)
+    found = decide("auto", 0, EXPERTS, SMALL, needs, 100 * GIB)
+    assert found == Residency(ExpertMode.POOL, 20 * 1024 // 80)
+    assert decide("auto", 0, EXPERTS, NONE, needs, 100 * GIB).mode is ExpertMode.MAPPED
+    assert "processes 256 MiB, slots of experts 3.00 GiB)" in caplog.text
+
+
+def test_small_pools_are_told_in_mib(caplog: pytest.LogCaptureFixture) -> None:
+    """Rather than as 0.00 GiB: what is needed rounded up, what can be had rounded down."""
+    small = Experts(num_bytes=64 * MIB, place_bytes=MIB, num_per_layer=64, num_used=8)
+    memory = Memory(total=GIB, available=128 * MIB + 10 * MIB + 1023)
+    assert decide("auto", 0, small, memory, Needs(0, 0, 0, 0), GIB).mode is ExpertMode.MAPPED
+    assert "a pool of experts needs 16 MiB of memory, and 10 MiB can be had" in caplog.text
 
 
 def test_few_experts() -> None:
