@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.device.host_memory import to_device, to_host
 from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
 from shared.errors import GenerationError
 from shared.ring import Arrays, RingClient
@@ -76,19 +77,21 @@ class CpuExperts:
         self.waited_s = 0.0
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
-        """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over."""
+        """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over. Each of
+        the three may be on the device or in host memory; negative ids are not the cpu_worker's."""
         views = self._views_of(self._ring.next_slot(self._timeout_s, Role.CPU_WORKER), x.shape[0])
         views.header[ExpertHeader.LAYER] = layer
         views.header[ExpertHeader.NUM_TOKENS] = self._num_tokens
         if not self._is_on_cpu:
-            x, expert_ids, weights = x.cpu(), expert_ids.cpu(), weights.cpu()
+            x, expert_ids, weights = to_host([x, expert_ids.to(torch.int32), weights])
         views.activations[:] = x.numpy()
         views.expert_ids[:] = expert_ids.numpy()
         views.expert_weights[:] = weights.numpy()
         return self._ring.submit()
 
     def collect(self, ticket: int) -> Tensor:
-        """The weighted sums [tokens, hidden], a view that is valid until the slot is next filled.
+        """The weighted sums [tokens, hidden]: on the CPU a view that is valid until the slot is next filled,
+        on any other device a copy.
 
         Raises WorkerFailedError, StepStalledError or SlotError; DiskError where, for want of experts, no
         sequence of the step can go on (`ExpertCounts`).
@@ -102,8 +105,7 @@ class CpuExperts:
                 # What was read for it is counted too where it has failed.
                 self.counts.add(self._ring.slot(ticket))
         self.counts.check()
-        outputs = self._views_of(slot, self._num_tokens).outputs
-        return outputs if self._is_on_cpu else outputs.to(self._device)
+        return to_device(self._views_of(slot, self._num_tokens).outputs, self._device)
 
     def failure(self, ticket: int) -> GenerationError:
         """What `collect` would raise for a ticket whose wait has ended without a result."""

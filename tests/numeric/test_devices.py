@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import gpu_worker.device.torch_device
 from benchmarks.in_process import InProcessModel
+from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.model.batch import Batch, Span
 from gpu_worker.model.qwen4exp import Qwen4Exp
@@ -55,6 +57,36 @@ def test_torch_device_with_quantised_weights(prepared: Prepared, torch_device: s
         divergence = divergences(prepared.expected(token_ids), model.logits(token_ids))
     assert divergence.mean() <= 1e-3
     assert np.median(divergence) <= 1e-5
+
+
+@pytest.mark.parametrize("torch_device", DEVICES)
+def test_matrices_that_are_widened_in_pieces(
+    prepare: Callable[[str], Prepared], torch_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that the rows do not come out even with, or a row is larger than: the same products."""
+    file = GGUFModel(prepare("ista-iq2xs").reference.path)
+    linear = TorchDevice(file, torch.device(torch_device)).linear("output.weight")
+    num_rows, width = file.info("output.weight").shape
+    x = torch.randn(3, width, device=torch_device)
+    whole = linear(x)
+    assert whole.shape == (3, num_rows)
+    for widened_bytes in (num_rows * width * 4 - 1, 7 * width * 4, 1):
+        monkeypatch.setattr(gpu_worker.device.torch_device, "WIDENED_BYTES", widened_bytes)
+        assert torch.allclose(linear(x), whole, rtol=1e-5, atol=1e-6 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("torch_device", DEVICES)
+def test_experts_and_their_memory(prepare: Callable[[str], Prepared], torch_device: str) -> None:
+    """Every device has both, for the layers of its model."""
+    file = GGUFModel(prepare("plain").reference.path)
+    config = read_model_config(file)
+    for device in (TorchDevice(file, torch.device(torch_device)), CpuDevice(file, 1)):
+        experts, memory = device.experts(config), device.memory(1 << 20)
+        slot = memory.allocate(experts.slot_bytes(config.num_layers - 1))
+        assert slot.device.type == device.torch_device.type
+        memory.release(slot)
+        memory.close()
+        device.close()
 
 
 @pytest.mark.parametrize("torch_device", DEVICES)
