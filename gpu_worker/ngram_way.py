@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.device.host_memory import to_device
 from shared.errors import GenerationError
 from shared.ring import RingClient
 from shared.run_directory import Role
@@ -105,5 +106,4 @@ class StagedFeatures:
             slot = self._ring.wait(self.ticket, self._timeout_s, Role.STAGER)
         finally:
             self.waited_s += time.perf_counter() - started
-        features = torch.from_numpy(slot["features"][: self._num_tokens])
-        return features if self._device.type == "cpu" else features.to(self._device)
+        return to_device(torch.from_numpy(slot["features"][: self._num_tokens]), self._device)

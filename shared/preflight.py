@@ -3,6 +3,7 @@
 import errno
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from shared.arena import SHARED_MEMORY, free_shared_memory
 from shared.config import (
@@ -27,10 +28,17 @@ from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set
 from shared.work_slots import RingTokens, ring_tokens, shared_memory_needed
 
+CUDA_DRIVERS = tuple(
+    Path(path)
+    for path in ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd")
+)
+"""What there is where torch may find a CUDA device: of NVIDIA's driver, also as a container is given it; of
+WSL; of a Jetson; and of AMD's, whose devices torch calls CUDA too."""
+
 
 def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     """Raises StartError naming what is missing or wrong: the file, the port, shared memory, a device or CPU
-    that cannot be. Whether there is such a device only the gpu_worker can find out."""
+    that cannot be. Whether a device that can be is there, only the gpu_worker can find out."""
     gateway, gpu_worker = configs[Role.GATEWAY], configs[Role.GPU_WORKER]
     cpu_worker, stager = configs[Role.CPU_WORKER], configs[Role.STAGER]
     assert isinstance(gateway, GatewayConfig)
@@ -39,6 +47,7 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     assert isinstance(stager, StagerConfig)
     check_heartbeats(gateway)
     check_device(gpu_worker.device)
+    check_driver(gpu_worker.device)
     tokens = _ring_tokens(gpu_worker)
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
@@ -75,6 +84,17 @@ def check_lock(model: GGUFModel, config: Qwen4ExpConfig) -> None:
     num_bytes = sum(model.info(name).num_bytes for name in expert_tensors(config.num_layers))
     if not may_lock(num_bytes):
         raise resident_refusal(num_bytes, not_permitted())
+
+
+def check_driver(device: str) -> None:
+    """Raises ResourceError where a CUDA device is asked for and nothing of a driver is to be seen. To load
+    torch, which knows better, takes seconds."""
+    if device.startswith("cuda") and not any(path.exists() for path in CUDA_DRIVERS):
+        raise ResourceError(
+            f"--device is {device!r}, but this machine has no driver for such a device "
+            f"(no {', '.join(str(path) for path in CUDA_DRIVERS)}); use --device cpu, or install the driver "
+            "(docker: run with --gpus all)"
+        )
 
 
 def check_port(host: str, port: int) -> None:

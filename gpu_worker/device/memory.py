@@ -94,8 +94,8 @@ class DeviceMemory(Protocol):
         """Undoes `pin`; before the array's memory is given back."""
 
     def link_probe(self, num_bytes: int) -> float:
-        """The rate of copies from the host, in GB/s, measured with so many bytes; they are taken from what
-        is free meanwhile. Raises ResourceError where they are not to be had."""
+        """The rate of copies from the host, in GB/s, measured with so many bytes, which are taken from what
+        is free meanwhile; 64 MiB take long enough. Raises ResourceError where they are not to be had."""
 
     def close(self) -> None:
         """Waits for the copies under way, and undoes what is still pinned."""

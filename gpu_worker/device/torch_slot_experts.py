@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gpu_worker.device.expert_slots import SlotLayout, SlotPart, Slots
+from gpu_worker.device.host_memory import to_device
 from gpu_worker.device.torch_decode import decode_blocks
 from shared.gguf.model import GGUFModel
 
@@ -161,12 +162,6 @@ def _uploaded(
     """Arrays of 32-bit values on the device, as int32 tensors of their shapes: by one copy, which is not
     waited for."""
     sizes = [part.size for part in parts]
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=torch_device.type == "cuda")
-    written = host.numpy()
-    at = 0
-    for part in parts:
-        written[at : at + part.size] = part.reshape(-1).view(np.int32)
-        at += part.size
-    # The pinned memory is torch's, which does not hand it out again before the copy has been made.
-    on_device = torch.split(host.to(torch_device, non_blocking=True), sizes)
+    host = np.concatenate([part.reshape(-1).view(np.int32) for part in parts] or [np.empty(0, np.int32)])
+    on_device = torch.split(to_device(torch.from_numpy(host), torch_device), sizes)
     return [flat.view(part.shape) for flat, part in zip(on_device, parts, strict=True)]

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.device.host_memory import to_device, to_host
 from gpu_worker.experts.counts import ExpertCounts
 from shared.errors import GenerationError
 from shared.ring import Arrays, RingClient
@@ -88,8 +89,9 @@ class CpuExperts:
         """Nothing is left of a step."""
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
-        """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over. Raises
-        as `collect` does where no slot becomes free."""
+        """Copies x [tokens, hidden] and its routes [tokens, k] into the next slot and hands it over. Each of
+        the three may be on the device or in host memory; negative ids are not the cpu_worker's. Raises as
+        `collect` does where no slot becomes free."""
         started = time.perf_counter()
         try:
             slot = self._ring.next_slot(self._timeout_s, Role.CPU_WORKER)
@@ -99,7 +101,7 @@ class CpuExperts:
         views.header[ExpertHeader.LAYER] = layer
         views.header[ExpertHeader.NUM_TOKENS] = self._num_tokens
         if not self._is_on_cpu:
-            x, expert_ids, weights = x.cpu(), expert_ids.cpu(), weights.cpu()
+            x, expert_ids, weights = to_host([x, expert_ids.to(torch.int32), weights])
         views.activations[:] = x.numpy()
         views.expert_ids[:] = expert_ids.numpy()
         views.expert_weights[:] = weights.numpy()
@@ -109,7 +111,8 @@ class CpuExperts:
         return ticket
 
     def collect(self, ticket: int) -> Tensor:
-        """The weighted sums [tokens, hidden], a view that is valid until the slot is next filled.
+        """The weighted sums [tokens, hidden]: on the CPU a view that is valid until the slot is next filled,
+        on any other device a copy.
 
         Raises WorkerFailedError, StepStalledError or SlotError; DiskError where, for want of experts, no
         sequence of the step can go on (`ExpertCounts`).
@@ -125,8 +128,7 @@ class CpuExperts:
         self.counts.check()
         busy_ns = slot["header"][ExpertHeader.COMPUTE_NS] - slot["header"][ExpertHeader.DISK_WAIT_NS]
         self.computed_s += int(busy_ns) * 1e-9
-        outputs = self._views_of(slot, self._num_tokens).outputs
-        return outputs if self._is_on_cpu else outputs.to(self._device)
+        return to_device(self._views_of(slot, self._num_tokens).outputs, self._device)
 
     def failure(self, ticket: int) -> GenerationError:
         """What `collect` would raise for a ticket whose wait has ended without a result."""

@@ -176,7 +176,7 @@ def open_placement(
         cache = ExpertCache(memory, experts, table, layers, chosen, settings.watchdog_s)
         rules = WayRules(
             stream_min=settings.prefill_stream_min,
-            work_space=work_space(config, sizes, settings.prefill_stream_min),
+            work_space=work_space(config, sizes, settings.prefill_stream_min, is_in_ram=is_played),
             cpu_share=settings.prefill_cpu_share,
             skip_rank=settings.route_tail_skip,
             borrows=settings.prefill_borrow,

@@ -216,6 +216,17 @@ def test_cpu_against_the_cpu_worker(case: Case, team: Team, activations: str) ->
     assert_close(got, expected, {"int16": 2e-5, "int8": 5e-3}[activations])
 
 
+@pytest.mark.parametrize("name", WORKS)
+def test_nothing_is_read_back(case: Case, name: str) -> None:
+    """On the device `meta` tensors have no values: an operation that needs some on the host, for which it
+    would have to wait for the device, fails there; so does one with a tensor of the CPU."""
+    experts = TorchSlotExperts(case.model, 1, torch.device("meta"))
+    done = WORKS[name]()
+    slots = case.slots(experts, "meta", done.numbers)
+    x = torch.from_numpy(done.x).to("meta")
+    experts.compute(0, slots, done.starts, done.tokens, done.weights, x, torch.empty_like(x))
+
+
 Make = Callable[[Case], DeviceExperts]
 KINDS: dict[str, Make] = {
     "cpu": lambda case: CpuSlotExperts(case.model, 1, Team(1)),

@@ -7,13 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+import gpu_worker.device.torch_device
 from benchmarks.in_process import InProcessModel
+from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.model.batch import Batch, Span
 from gpu_worker.model.qwen4exp import Qwen4Exp
+from shared.expert_blobs import expert_tensor
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
+from shared.work_slots import PARTS
 from tests.support.divergence import divergences
+from tests.support.expert_ring import served_experts
 from tests.support.kernels import using_kernels
 from tests.support.model_cases import CASES
 from tests.support.prepared import Prepared
@@ -55,6 +60,71 @@ def test_torch_device_with_quantised_weights(prepared: Prepared, torch_device: s
         divergence = divergences(prepared.expected(token_ids), model.logits(token_ids))
     assert divergence.mean() <= 1e-3
     assert np.median(divergence) <= 1e-5
+
+
+@pytest.mark.parametrize("torch_device", DEVICES)
+def test_matrices_that_are_widened_in_pieces(
+    prepare: Callable[[str], Prepared], torch_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that the rows do not come out even with, or a row is larger than: the same products."""
+    file = GGUFModel(prepare("ista-iq2xs").reference.path)
+    linear = TorchDevice(file, torch.device(torch_device)).linear("output.weight")
+    num_rows, width = file.info("output.weight").shape
+    x = torch.randn(3, width, device=torch_device)
+    whole = linear(x)
+    assert whole.shape == (3, num_rows)
+    for widened_bytes in (num_rows * width * 4 - 1, 7 * width * 4, 1):
+        monkeypatch.setattr(gpu_worker.device.torch_device, "WIDENED_BYTES", widened_bytes)
+        assert torch.allclose(linear(x), whole, rtol=1e-5, atol=1e-6 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("torch_device", DEVICES)
+def test_experts_and_their_memory(prepare: Callable[[str], Prepared], torch_device: str) -> None:
+    """Every device has both, for the layers of its model."""
+    file = GGUFModel(prepare("plain").reference.path)
+    config = read_model_config(file)
+    for device in (TorchDevice(file, torch.device(torch_device)), CpuDevice(file, 1)):
+        experts, memory = device.experts(config), device.memory(1 << 20)
+        slot = memory.allocate(experts.slot_bytes(config.num_layers - 1))
+        assert slot.device.type == device.torch_device.type
+        memory.release(slot)
+        memory.close()
+        device.close()
+
+
+def test_experts_in_slots_and_in_ram(prepare: Callable[[str], Prepared]) -> None:
+    """Experts with even numbers from slots of the device, the others by the cpu_worker, which sees routes of
+    none for them: together what the cpu_worker makes of all."""
+    file = GGUFModel(prepare("plain").reference.path)
+    config = read_model_config(file)
+    device, rng = CpuDevice(file, 1), np.random.default_rng(0)
+    experts, memory, layer = device.experts(config), device.memory(1 << 24), config.num_layers - 1
+    x = torch.from_numpy(rng.normal(size=(9, config.hidden)).astype(np.float32))
+    ids = np.argsort(rng.random((9, config.num_experts)), axis=1)[:, : config.num_experts_used]
+    weights = rng.random(ids.shape).astype(np.float32)
+    is_on_device = ids % 2 == 0
+    with served_experts(file, 9, natively=False) as cpu_worker:
+        whole = cpu_worker.collect(
+            cpu_worker.submit(layer, x, torch.from_numpy(ids), torch.from_numpy(weights))
+        ).clone()
+        left = torch.from_numpy(np.where(is_on_device, -1, ids).astype(np.int32))
+        out = cpu_worker.collect(cpu_worker.submit(layer, x, left, torch.from_numpy(weights))).clone()
+    assert not torch.equal(out, whole)
+    routes = np.flatnonzero(is_on_device)
+    routes = routes[np.argsort(ids.reshape(-1)[routes], kind="stable")]
+    chosen, starts = np.unique(ids.reshape(-1)[routes], return_index=True)
+    slots = [memory.allocate(experts.slot_bytes(layer)) for _ in chosen]
+    for expert, slot in zip(chosen, slots, strict=True):
+        parts = [file.rows(expert_tensor(layer, part))[expert].reshape(-1) for part in PARTS]
+        copied = memory.copy_in(parts, slot, experts.part_offsets(layer))
+        memory.compute_waits_for(copied)
+    tokens = (routes // ids.shape[1]).astype(np.int32)
+    experts.compute(
+        layer, slots, [*starts.tolist(), len(routes)], tokens, weights.reshape(-1)[routes], x, out
+    )
+    assert torch.allclose(out, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
+    memory.close()
+    device.close()
 
 
 @pytest.mark.parametrize("torch_device", DEVICES)

@@ -16,6 +16,7 @@ import pytest
 
 from shared.cli.main import main
 from shared.demo_model import DEMO_MODEL_PATH
+from shared.preflight import CUDA_DRIVERS
 from tests.support.stack import START_TIMEOUT_S, Stack, measured, stack_files, strata_command
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -174,9 +175,20 @@ def test_a_port_in_use(unstarted: Stack) -> None:
     assert took < QUICK_S
 
 
+@pytest.mark.skipif(any(path.exists() for path in CUDA_DRIVERS), reason="there is a driver")
+def test_a_device_without_a_driver_is_refused_at_once(unstarted: Stack) -> None:
+    took = assert_refused(unstarted, unstarted.serve("--device", "cuda"), "--device is 'cuda'", "no driver")
+    measured("refusal of a device without a driver", took)
+    assert took < QUICK_S
+
+
 def test_a_device_that_is_not_there(unstarted: Stack) -> None:
-    """Only the gpu_worker can know: its message and its exit code become those of the stack."""
-    process = unstarted.serve("--device", "cuda:99")
+    """With a driver only the gpu_worker can know: its message and its exit code become those of the stack."""
+    with_driver = "mount -t tmpfs tmpfs /proc/driver && mkdir /proc/driver/nvidia && exec "
+    if subprocess.run(["unshare", "-m", "sh", "-c", f"{with_driver} true"], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    command = f"{strata_command()} serve --port 0 --run-dir {unstarted.run_dir} --device cuda:99"
+    process = unstarted.launch("unshare", "-m", "sh", "-c", with_driver + command)
     took = assert_refused(unstarted, process, "--device is 'cuda:99'", "the gpu_worker cannot start")
     measured("refusal of a device that is not there", took)
 

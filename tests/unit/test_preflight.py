@@ -93,6 +93,23 @@ def test_settings_that_cannot_be(path: Path, changes: dict[str, object], message
         check(path, **changes)
 
 
+def test_a_device_without_a_driver(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before torch is loaded, which takes seconds; where there is a driver, of whatever kind, it is left
+    to torch whether there is a device."""
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(preflight, "CUDA_DRIVERS", (tmp_path / "dxg", driver))
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(
+            ResourceError,
+            match=rf"^--device is '{device}', but .* no driver .*/dxg, .*/nvidiactl\); use --device cpu",
+        ):
+            check(path, device=device)
+    check(path, device="auto")
+    check(path, device="cpu")
+    driver.touch()
+    check(path, device="cuda:1")
+
+
 def test_port_in_use(path: Path, taken: int) -> None:
     """The message has the address, the reason and the settings to change."""
     with pytest.raises(

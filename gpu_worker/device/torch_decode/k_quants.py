@@ -1,11 +1,10 @@
-"""The K formats: blocks of 256 weights in groups with scales of their own, and IQ4_XS, which is built as they
-are. The layouts are told in `shared.quants.formats`."""
+"""The K formats: blocks of 256 weights in groups with scales of their own. The layouts are told in
+`shared.quants.formats`."""
 
 import torch
 from torch import Tensor
 
-from gpu_worker.device.torch_decode.fields import bits, half, halves_apart, words16
-from gpu_worker.device.torch_decode.tables import table
+from gpu_worker.device.torch_decode.fields import bits, half, halves_apart
 
 
 def _strided_bits(packed: Tensor, width: int, count: int) -> Tensor:
@@ -15,9 +14,10 @@ def _strided_bits(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def _scaled(codes: Tensor, scales: Tensor) -> Tensor:
-    """Codes and scales float32, [n, 256] and [n, groups]: each scale goes for as many codes."""
+    """Codes and scales float32, [n, 256] and [n, groups]: each scale goes for as many codes, which it is
+    multiplied into."""
     num_blocks, num_groups = scales.shape
-    return codes.reshape(num_blocks, num_groups, -1) * scales[:, :, None]
+    return codes.reshape(num_blocks, num_groups, -1).mul_(scales[:, :, None])
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,20 +66,11 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return _scaled((low | high << 4).float() - 32, scales)
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
-    low = bits(blocks[:, 4:8], 4, 2).flatten(1)
-    high = bits(words16(blocks, 2, 1), 2, 8).flatten(1)
-    scales = half(blocks, 0) * ((low | high << 4).float() - 32)
-    codes = halves_apart(torch.unflatten(blocks[:, 8:], 1, (8, 16)))
-    return _scaled(table("IQ4_VALUES", blocks.device)[codes.int()], scales)
-
-
 DECODERS = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_XS": _iq4_xs,
 }
 """blocks uint8 [num_blocks, block_bytes] -> float32 of num_blocks * 256 weights, by the format's name."""

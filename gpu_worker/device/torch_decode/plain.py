@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device.torch_decode.fields import bits, half, halves_apart, words16
-from gpu_worker.device.torch_decode.tables import table
 
 
 def _f32(blocks: Tensor) -> Tensor:
@@ -56,11 +55,6 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].view(torch.int8).float() * half(blocks, 0)
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    values = table("IQ4_VALUES", blocks.device)
-    return half(blocks, 0) * values[halves_apart(blocks[:, 2:]).int()]
-
-
 DECODERS = {
     "F32": _f32,
     "F16": _f16,
@@ -72,6 +66,5 @@ DECODERS = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
-    "IQ4_NL": _iq4_nl,
 }
 """blocks uint8 [num_blocks, block_bytes] -> float32 [num_blocks, block_size], by the format's name."""
