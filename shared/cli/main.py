@@ -15,6 +15,7 @@ _COMMANDS = {
     "chat": "talk to a running server",
     "inspect": "show what a model file holds",
     "logits": "write the logits of a token sequence",
+    "simulate": "replay a routing trace with other slots and policies",
 }
 
 
