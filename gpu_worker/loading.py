@@ -4,13 +4,14 @@ chunks."""
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gpu_worker.device.choose import formats_of, open_device
 from gpu_worker.device.interface import Device
 from gpu_worker.experts.placement import ExpertPlacement, open_placement
+from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from shared import quants
 from shared.config import GpuWorkerConfig, prefill_setting
@@ -20,13 +21,8 @@ from shared.memory_budget import held_by_stack, read_memory
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.chunk_choice import resolve_prefill
 from shared.placement.memory_plan import headroom_bytes
-from shared.placement.rates import (
-    ASSUMED_CPU,
-    ASSUMED_DEVICE,
-    ASSUMED_DISK,
-    Rates,
-    assumed_prompt_tokens,
-)
+from shared.placement.profile import model_identity
+from shared.placement.rates import assumed_rates
 from shared.placement.sizes import active_weights
 from shared.placement.trace import TraceHeader, TraceWriter
 from shared.process import SUPERVISED_VARIABLE, ProcessContext
@@ -51,12 +47,18 @@ class Loaded:
     prefill_tokens: int
     """Tokens of a chunk of a prompt."""
     recorder: TraceWriter | None
+    profile_store: ProfileStore
+
+    def save_profile(self) -> None:
+        """Keeps what was learned of experts for the next run. Called from any thread."""
+        if self.placement is not None:
+            self.profile_store.save(self.placement.profile)
 
     def close(self) -> None:
         """Lets everything go. The engine has ended."""
         if self.placement is not None:
-            self.placement.save_profile()
             self.placement.close()
+            self.save_profile()
         if self.recorder is not None:
             self.recorder.close()
         self.device.close()
@@ -80,7 +82,7 @@ def load(
         gathered,
         lambda done, total, name: context.report(f"compiling {name}", 0.5 * done / total),
     )
-    recorder = _open_recorder(settings, file.name, config)
+    recorder = _open_recorder(context, config)
     if torch_device.type == "cpu":
         _keep_dense_weights(context, [expected.name for expected in tensors])
     device = open_device(torch_device, file, settings.threads)
@@ -91,19 +93,20 @@ def load(
             has_own_head="output.weight" in file,
             report=lambda activity, progress: context.report(activity, 0.5 + 0.5 * progress),
         )
-        placement = open_placement(settings, file, config, device, context.report)
+        store = ProfileStore(settings.expert_profile, file, config)
+        placement = open_placement(settings, file, config, device, store, context.report)
     except BaseException:
         device.close()
         raise
     tokens = _prefill_tokens(context, config, placement)
-    return Loaded(kernels, device, model, placement, tokens, recorder)
+    return Loaded(kernels, device, model, placement, tokens, recorder, store)
 
 
-def _open_recorder(settings: GpuWorkerConfig, name: str, config: Qwen4ExpConfig) -> TraceWriter | None:
-    path = settings.record_routing
+def _open_recorder(context: ProcessContext[GpuWorkerConfig], config: Qwen4ExpConfig) -> TraceWriter | None:
+    path = context.config.record_routing
     if path is None:
         return None
-    header = TraceHeader(name, config.num_layers, config.num_experts, config.num_experts_used)
+    header = TraceHeader.of(model_identity(context.model, config), config.num_experts_used)
     try:
         return TraceWriter(path, header)
     except OSError as error:
@@ -117,15 +120,14 @@ def _prefill_tokens(
     setting = prefill_setting(settings.prefill)
     memory = read_memory().with_locked(held_by_stack(is_supervised=SUPERVISED_VARIABLE in os.environ))
     has_device = placement is not None and placement.memory.torch_device.type != "cpu"
-    prompt_tokens = assumed_prompt_tokens(
+    rates = assumed_rates(
         active_weights(context.model, config), num_threads_on(usable_cpus()), has_device=has_device
     )
-    link = placement.link_bytes_s if placement is not None else 1.0
     tokens = resolve_prefill(
         setting,
         placement.plan if placement is not None else None,
         max(0, memory.available - headroom_bytes(memory)),
-        Rates(link, ASSUMED_CPU, ASSUMED_DISK, ASSUMED_DEVICE, prompt_tokens),
+        replace(rates, link=placement.link_bytes_s) if placement is not None else rates,
         min(settings.max_context or trained, trained),
     )
     if placement is not None:

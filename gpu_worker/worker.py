@@ -162,10 +162,10 @@ class GpuWorker:
 
     async def _keep_profile(self) -> None:
         """Saves what was learned of experts now and then, since a process may be killed."""
-        placement = self._loaded.placement if self._loaded is not None else None
-        while placement is not None:
+        loaded = self._loaded
+        while loaded is not None:
             await asyncio.sleep(_PROFILE_INTERVAL_S)
-            await asyncio.to_thread(placement.save_profile)
+            await asyncio.to_thread(loaded.save_profile)
 
     def _tell_state(self) -> None:
         """Says at once how the process is doing, when that changes."""

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -13,11 +12,11 @@ from gpu_worker.device.interface import Device
 from gpu_worker.device.memory import DeviceMemory
 from gpu_worker.experts.expert_cache import ExpertCache
 from gpu_worker.experts.gauges import ExpertGauges
+from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.interface import ProgressReport
 from gpu_worker.state.sequence_state import context_bytes
-from shared.cache_directory import cache_directory
 from shared.config import GpuWorkerConfig, expert_cache_slots
-from shared.errors import ConfigError, ResourceError
+from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
 from shared.placement import profile
@@ -37,6 +36,8 @@ LANDING_BUFFERS = 8
 STAGING_PLACES = 16
 """For blobs between stager and device, likewise."""
 _PROBE_BYTES = 32 << 20
+# What is saved of the profile while running is so old at most.
+_PROFILE_WINDOWS = 64
 _WORK, _CONTEXT = "work space", "keys and values"
 
 
@@ -57,7 +58,7 @@ class WayRules:
 
 
 class ExpertPlacement:
-    """The cache and its policy. Used by the engine's thread, but for `gauges` and `save_profile`."""
+    """The cache and its policy. Used by the engine's thread, but for `gauges` and `profile`."""
 
     def __init__(
         self,
@@ -82,8 +83,9 @@ class ExpertPlacement:
         self.rules = rules
         self.plan = plan
         self.link_bytes_s = link_bytes_s
-        self.save_profile: Callable[[], None] = lambda: None
-        """Writes how often experts are used to where the next run finds it."""
+        self._num_windows = 0
+        self.profile = hotness.long_counts.copy()
+        """How often experts were used as of a while ago; replaced, never written to."""
 
     @property
     def skip_rank(self) -> int:
@@ -106,6 +108,15 @@ class ExpertPlacement:
         lent = self.cache.claim(_WORK, num_bytes)
         return min(num_bytes, max(0, lent - self.cache.claims.get(_CONTEXT, 0)))
 
+    def after_window(self) -> None:
+        """Tokens have been decoded: exchanges experts where the policy says so, and follows the rates."""
+        if self.link_share.after_window():
+            _log.info("%.2f of missed experts are transferred from now on", self.link_share.share)
+        self.cache.swap(self.policy.after_window(self.cache.table))
+        self._num_windows += 1
+        if self._num_windows % _PROFILE_WINDOWS == 0:
+            self.profile = self.hotness.profile()
+
     def gauges(self) -> ExpertGauges:
         """How experts are placed now. Called from any thread."""
         table, counts, share = self.cache.table, self.cache.counts, self.link_share
@@ -123,6 +134,7 @@ class ExpertPlacement:
 
     def close(self) -> None:
         """Gives the device's memory back. Nothing computes any more."""
+        self.profile = self.hotness.profile()
         self.memory.close()
 
 
@@ -131,6 +143,7 @@ def open_placement(
     model: GGUFModel,
     config: Qwen4ExpConfig,
     device: Device,
+    store: ProfileStore,
     report: ProgressReport,
 ) -> ExpertPlacement | None:
     """Makes room for experts on the device; None where there are to be none.
@@ -146,8 +159,9 @@ def open_placement(
     sizes = expert_sizes(model, config)
     blob_bytes = np.array(sizes.slot_bytes, np.int64)
     landing_bytes = LANDING_BUFFERS * int(blob_bytes.max())
-    store = _ProfileStore(settings.expert_profile, model, config)
-    hotness = store.hotness
+    hotness = Hotness(config.num_layers, config.num_experts, config.num_experts_used)
+    if (learned := store.load()) is not None:
+        hotness.start_from(learned)
     order = profile.fill_order(hotness.long_counts)
     budget_bytes = None if is_played else _room(settings, model, config, device) - landing_bytes
     if budget_bytes is not None and budget_bytes < int(blob_bytes.max()):
@@ -196,14 +210,13 @@ def open_placement(
     except BaseException:
         memory.close()
         raise
-    placement.save_profile = store.save
     _log.info(
         "%d of %d experts on the device, %.2f GiB, %s; copies to it run at %.1f GB/s; %.2f of missed experts "
         "are transferred",
         table.num_slots,
         sizes.num_pairs,
         slot_bytes / 2**30,
-        f"chosen by {store.path}" if hotness.long_counts.any() else "chosen without a profile",
+        f"chosen by {store.path}" if learned is not None else "chosen without a profile",
         probed,
         share.share,
     )
@@ -228,32 +241,3 @@ def _room(settings: GpuWorkerConfig, model: GGUFModel, config: Qwen4ExpConfig, d
         reserve=settings.vram_reserve_mib << 20,
     )
     return free_bytes - needs.total
-
-
-class _ProfileStore:
-    """Where the learned profile of a model is loaded from and saved to."""
-
-    def __init__(self, path: Path | None, model: GGUFModel, config: Qwen4ExpConfig) -> None:
-        self._identity = profile.model_identity(model, config)
-        self.hotness = Hotness(config.num_layers, config.num_experts, config.num_experts_used)
-        self.path = path or self._default_path()
-        if not self.path.exists():
-            return
-        try:
-            self.hotness.start_from(profile.load(self.path, self._identity))
-        except ConfigError:
-            if path is not None:
-                raise
-            _log.warning("the expert profile is begun anew", exc_info=True)
-
-    def save(self) -> None:
-        """Writes it; called from any thread. What cannot be written is logged: nothing depends on it."""
-        if not self.hotness.long_counts.any():
-            return
-        try:
-            profile.save(self.path, self.hotness.long_counts.copy(), self._identity)
-        except OSError as error:
-            _log.warning("the expert profile %s cannot be written: %s", self.path, error.strerror)
-
-    def _default_path(self) -> Path:
-        return cache_directory() / "profiles" / f"{self._identity.fingerprint}.profile"

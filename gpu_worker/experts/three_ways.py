@@ -15,7 +15,6 @@ comes that is not streamed.
 share of transfers follows what was measured.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 
@@ -30,8 +29,6 @@ from gpu_worker.experts.placement import ExpertPlacement
 from gpu_worker.experts.transfers import Arrival, Transfers
 from shared.placement.layer_plan import LayerPlan
 from shared.placement.planner import LayerPlanner, PlanRules
-
-_log = logging.getLogger(__name__)
 
 # The most blobs that are computed at once: what has landed is not kept waiting for more.
 _MOST_AT_ONCE = 16
@@ -115,11 +112,8 @@ class ThreeWays:
             self._transfers.abandon()
         self._cache.end_step()
         self._cache.is_held = False
-        placement = self._placement
         if self._is_window and not has_failed:
-            if placement.link_share.after_window():
-                _log.info("%.2f of missed experts are transferred from now on", placement.link_share.share)
-            self._cache.swap(placement.policy.after_window(self._cache.table))
+            self._placement.after_window()
         self._cache.pump()
 
     def _lend_work_space(self, num_tokens: int) -> None:

@@ -16,6 +16,7 @@ _COMMANDS = {
     "inspect": "show what a model file holds",
     "plan": "say what will fit, before anything is loaded",
     "logits": "write the logits of a token sequence",
+    "simulate": "replay a routing trace with other slots and policies",
 }
 
 

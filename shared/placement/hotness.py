@@ -74,6 +74,11 @@ class Hotness:
         if self.long_counts[0].sum() > 2 * _REMEMBERED_TOKENS * self.num_used:
             self.long_counts *= np.float32(0.5)
 
+    def profile(self) -> Counts:
+        """What to save: a copy of `long_counts`, everything counted."""
+        self.settle()
+        return self.long_counts.copy()
+
     def decay(self, share: float) -> None:
         """Of what is remembered for a while, only this share counts from now on, 0 to 1."""
         self.counts *= np.float32(share)

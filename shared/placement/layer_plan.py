@@ -34,7 +34,7 @@ class LayerPlan:
         self._groups, self._routes = self._group_totals.data, self._route_totals.data
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """What a planner writes to, by the names it has there (`shared.placement.planner.PLAN`)."""
+        """What a planner writes to, by the names it has there (`shared.placement.plan_kernel.PLAN`)."""
         names = ("cpu_ids", "group_experts", "group_slots", "group_starts", "route_tokens", "route_places")
         arrays = {name: getattr(self, f"_{name}") for name in names}
         arrays["token_routes"] = self._token_routes

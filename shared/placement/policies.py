@@ -5,19 +5,23 @@ drops those that no longer fit. An expert that is loading is neither proposed no
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.placement.hotness import Hotness
 from shared.placement.swaps import Swap, fills
-from shared.placement.table import NO_EXPERT, NO_SLOT, ResidencyTable, SlotState
+from shared.placement.table import NO_EXPERT, NO_SLOT, ResidencyTable
 
 # The original engine's values.
 EVERY = 4
 DECAY = 0.7
 GAP = 1.5
 MOST_SWAPS = 96
+
+_EXPERT_BITS = 16
+_Values = NDArray[np.float32] | NDArray[np.int64]
 
 
 class Policy(Protocol):
@@ -49,30 +53,30 @@ class LruPolicy:
         self._seen = -1
 
     def after_window(self, table: ResidencyTable) -> Sequence[Swap]:
-        """For every missed expert, where a slot of its layer is older; slots that are empty are oldest."""
+        """For every missed expert, where a slot of its layer is older; slots that are empty come first."""
         last_used = self._hotness.last_used
         is_missed = (last_used > self._seen) & (table.slot_of == NO_SLOT) & ~table.is_loading
         self._seen = max(self._seen, int(last_used.max(initial=-1)))
+        filled = self._fills(table, is_missed)[: self._most]
+        for swap in filled:
+            is_missed[swap.layer, swap.in_expert] = False
+        pairs = _pairs(last_used, is_missed, table.slot_of != NO_SLOT, self._most - len(filled))
+        return filled + _swaps(table, pairs, 1, self._most - len(filled))
+
+    def _fills(self, table: ResidencyTable, is_missed: NDArray[np.bool_]) -> list[Swap]:
         found: list[Swap] = []
-        writable = np.zeros(table.num_slots, np.bool_)
-        writable[table.writable_slots()] = True
-        for layer in np.flatnonzero(is_missed.any(1)).tolist():
-            slots = table.slots_of_layer(layer)
-            slots = slots[writable[slots] | (table.states[slots] == SlotState.RESIDENT)]
-            experts = table.expert_of[slots]
-            slot_ages = np.where(experts == NO_EXPERT, -2, last_used[layer, experts])
+        slots = table.writable_slots()
+        for layer in np.unique(table.slot_layers[slots]).tolist():
             missed = np.flatnonzero(is_missed[layer])
-            missed_ages = last_used[layer, missed]
-            by_age = np.argsort(slot_ages, kind="stable")[: len(missed)]
-            latest = np.argsort(-missed_ages, kind="stable")[: len(by_age)]
-            gains = missed_ages[latest] - slot_ages[by_age]
+            ages = self._hotness.last_used[layer, missed]
+            latest = np.argsort(-ages, kind="stable")
             found += (
-                Swap(layer, int(slots[old]), int(experts[old]), int(missed[new]), float(gain))
-                for old, new, gain in zip(by_age, latest, gains, strict=True)
-                if gain > 0
+                Swap(layer, slot, NO_EXPERT, int(missed[place]), float(ages[place]))
+                for slot, place in zip(
+                    slots[table.slot_layers[slots] == layer].tolist(), latest, strict=False
+                )
             )
-        found.sort(key=lambda swap: -swap.gain)
-        return found[: self._most]
+        return found
 
 
 class AdaptivePolicy:
@@ -103,27 +107,62 @@ class AdaptivePolicy:
             return ()
         self._hotness.settle()
         filled = fills(table, self._hotness)[: self._most]
-        found = filled + self._exchanges(table, filled, self._most - len(filled))
+        is_resident = table.slot_of != NO_SLOT
+        is_outside = ~is_resident & ~table.is_loading
+        for swap in filled:
+            is_outside[swap.layer, swap.in_expert] = False
+        most = self._most - len(filled)
+        pairs = _pairs(self._hotness.counts, is_outside, is_resident, most)
+        found = filled + _swaps(table, pairs, self._gap, most)
         self._hotness.decay(self._decay)
         return found
 
-    def _exchanges(self, table: ResidencyTable, filled: Sequence[Swap], most: int) -> list[Swap]:
-        counts, is_resident = self._hotness.counts, table.slot_of != NO_SLOT
-        outside = np.where(is_resident | table.is_loading, -np.inf, counts)
-        for swap in filled:
-            outside[swap.layer, swap.in_expert] = -np.inf
-        inside = np.where(is_resident, counts, np.inf)
-        # Stable, so that equals come in the same order on every machine.
-        hottest = np.argsort(-outside, axis=1, kind="stable")[:, :most]
-        coldest = np.argsort(inside, axis=1, kind="stable")[:, :most]
-        gains = np.take_along_axis(outside, hottest, 1) - np.take_along_axis(inside, coldest, 1)
-        layers, ranks = np.nonzero(gains >= self._gap)
-        best = np.argsort(-gains[layers, ranks], kind="stable")[:most]
-        layers, ranks = layers[best], ranks[best]
-        out_experts, in_experts = coldest[layers, ranks], hottest[layers, ranks]
-        slots = table.slot_of[layers, out_experts]
-        columns = (layers, slots, out_experts, in_experts, gains[layers, ranks])
-        return [Swap(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+class _Pairs(NamedTuple):
+    """Of one layer each: who might come in, who would go out for it, and what that gains."""
+
+    layers: NDArray[np.int64]
+    in_experts: NDArray[np.int64]
+    out_experts: NDArray[np.int64]
+    gains: NDArray[np.float64]
+
+
+def _pairs(
+    values: _Values, is_outside: NDArray[np.bool_], is_resident: NDArray[np.bool_], most: int
+) -> _Pairs:
+    """In each layer, the k-th largest outside with the k-th smallest resident, `most` of them: [layers,
+    experts] each. Of equals the lower expert is first."""
+    # Floats that are not negative are in the order of their bits.
+    order = values.view(np.int32).astype(np.int64) if values.dtype == np.float32 else values.astype(np.int64)
+    largest, smallest = _ranked(-order, is_outside), _ranked(order, is_resident)
+    counts = np.minimum(is_outside.sum(1), is_resident.sum(1))
+    layers, ranks = np.nonzero(np.arange(min(most, values.shape[1])) < counts[:, None])
+    in_experts, out_experts = largest[layers, ranks], smallest[layers, ranks]
+    gains = values[layers, in_experts].astype(np.float64) - values[layers, out_experts]
+    return _Pairs(layers, in_experts, out_experts, gains)
+
+
+def _ranked(values: NDArray[np.int32] | NDArray[np.int64], is_ranked: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The experts of each layer, those of smallest value first; those that are not ranked are behind.
+
+    The value with its expert below is one number that no two experts share: sorting those takes a fifth of a
+    stable sort of places, and any algorithm comes to the same order.
+    """
+    keys = (values << _EXPERT_BITS) | np.arange(values.shape[1])
+    keys[~is_ranked] = np.iinfo(np.int64).max
+    keys.sort(axis=1)
+    keys &= (1 << _EXPERT_BITS) - 1
+    return keys
+
+
+def _swaps(table: ResidencyTable, pairs: _Pairs, gap: float, most: int) -> list[Swap]:
+    """The pairs of largest gain over all layers, as long as they gain so much."""
+    good = np.flatnonzero(pairs.gains >= gap)
+    best = good[np.argsort(-pairs.gains[good], kind="stable")[:most]]
+    layers, in_experts, out_experts, gains = (column[best] for column in pairs)
+    slots = table.slot_of[layers, out_experts]
+    columns = (column.tolist() for column in (layers, slots, out_experts, in_experts, gains))
+    return [Swap(*values) for values in zip(*columns, strict=True)]
 
 
 def policy_named(

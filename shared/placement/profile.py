@@ -37,7 +37,7 @@ def model_identity(model: GGUFModel, config: Qwen4ExpConfig) -> ModelIdentity:
 
 
 def save(path: Path, counts: Counts, identity: ModelIdentity) -> None:
-    """Writes the profile (`Hotness.long_counts`): float32 [layers, experts]. The file is the old one or the
+    """Writes the profile (`Hotness.profile`): float32 [layers, experts]. The file is the old one or the
     new one at any time. Raises OSError."""
     content = {"format": _FORMAT, **asdict(identity), "counts": counts.astype("<f4").tobytes()}
     path.parent.mkdir(parents=True, exist_ok=True)

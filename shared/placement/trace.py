@@ -4,7 +4,7 @@
 
     file:    magic | header record | step record | step record | ...
     record:  payload bytes u32 | CRC-32 of the payload u32 | payload
-    header:  msgpack: model, num_layers, num_experts, num_used
+    header:  msgpack: model, num_layers, num_experts, fingerprint, num_used
     step:    num_tokens u32 | num_prefill_tokens u32 | zlib of expert ids u16 [layers, tokens, num_used]
 
 Numbers are little-endian; 65535 stands for no expert. A record is one write, so a process that is killed
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import TraceFileError
+from shared.placement.profile import ModelIdentity
 
 _MAGIC = b"STRATA-ROUTING-1"
 _RECORD = struct.Struct("<II")
@@ -40,7 +41,18 @@ class TraceHeader:
     model: str
     num_layers: int
     num_experts: int
+    fingerprint: str
     num_used: int
+
+    @classmethod
+    def of(cls, identity: ModelIdentity, num_used: int) -> "TraceHeader":
+        """`num_used`: experts that a token uses in a layer."""
+        return cls(**asdict(identity), num_used=num_used)
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """The model, as profiles name it."""
+        return ModelIdentity(self.model, self.num_layers, self.num_experts, self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

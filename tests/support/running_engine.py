@@ -26,6 +26,7 @@ from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.engine import AttachRing, DetachRing, Engine
 from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.experts.placement import STAGING_PLACES, ExpertPlacement, open_placement
+from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.scheduler import Scheduler
 from gpu_worker.ways import AttachedWorkers, ModelFiles
@@ -107,7 +108,12 @@ class RunningEngine:
         self.placement: ExpertPlacement | None = None
         if settings is not None:
             self.placement = open_placement(
-                settings, file, config, self.device, lambda activity, progress: None
+                settings,
+                file,
+                config,
+                self.device,
+                ProfileStore(settings.expert_profile, file, config),
+                lambda activity, progress: None,
             )
             staging_places = STAGING_PLACES if self.placement is not None else 0
         self.workers = AttachedWorkers(

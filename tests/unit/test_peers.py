@@ -13,6 +13,7 @@ from shared.link import Peer
 from shared.messages import Init
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.run_directory import Role, new_incarnation
+from shared.work_slots import RingTokens
 from tests.support.tiny_model import tiny_model
 
 NUM_PLACES, PLACE_BYTES = 3, 8192
@@ -31,7 +32,13 @@ class Played:
         self.commands: Any = Commands()
         self._incarnation = new_incarnation()
         self.listener = PeerListener(
-            config, 4, self._incarnation, self.commands, lambda: None, staging_places, place_bytes
+            config,
+            RingTokens(4, 4),
+            self._incarnation,
+            self.commands,
+            lambda: None,
+            staging_places,
+            place_bytes,
         )
 
     @property

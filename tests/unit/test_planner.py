@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.planner import NUM_LAYERS, lru_seconds, plan_seconds, round_seconds
 from shared.placement.hotness import MOST_PROMPT_TOKENS, Hotness
 from shared.placement.planner import LayerPlanner, PlanRules, skip_rank_at
 from tests.support.placement import NaivePlanner, admit, check_plan, empty_table, ids_of, planner_of
@@ -162,3 +163,11 @@ def test_prompts_do_not_make_all_else_forgotten() -> None:
     hotness.settle()
     assert hotness.counts[0].tolist() == [0, 0, 0, 5, 0, 0, MOST_PROMPT_TOKENS, 0]
     assert (hotness.last_used[0, 3], hotness.last_used[0, 6], hotness.last_used[0, 0]) == (4, 14, -1)
+
+
+def test_the_benchmark_measures_what_it_says() -> None:
+    """One time for each layer of each step, and rounds in which something is exchanged."""
+    assert len(plan_seconds(1, 2)) == 2 * NUM_LAYERS
+    rounds, swaps = round_seconds(2)
+    assert (len(rounds), len(swaps)) == (2, 2)
+    assert len(lru_seconds(2)) == 2

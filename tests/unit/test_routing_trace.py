@@ -12,7 +12,7 @@ from shared.errors import TraceFileError
 from shared.placement.trace import TraceHeader, TraceReader, TraceWriter
 from tests.support.second_process import second_process
 
-HEADER = TraceHeader("qwen", 3, 512, 4)
+HEADER = TraceHeader("qwen", 3, 512, "abc", 4)
 
 
 def routes(num_tokens: int, seed: int = 0) -> NDArray[np.int32]:
@@ -34,6 +34,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = written(tmp_path / "t", 1, 300, 5)
     with TraceReader(path) as reader:
         assert reader.header == HEADER
+        assert TraceHeader.of(reader.header.identity, 4) == HEADER
         for _ in range(2):
             steps = list(reader)
             assert [(step.num_tokens, step.num_prefill_tokens) for step in steps] == [
@@ -115,7 +116,7 @@ def test_a_killed_writer_leaves_whole_steps(tmp_path: Path) -> None:
 import numpy as np
 from pathlib import Path
 from shared.placement.trace import TraceHeader, TraceWriter
-writer = TraceWriter(Path({str(path)!r}), TraceHeader("m", 1, 8, 2))
+writer = TraceWriter(Path({str(path)!r}), TraceHeader("m", 1, 8, "abc", 2))
 for _ in range(3):
     writer.append(np.ones((1, 1, 2), np.int32), 0)
 print("written", flush=True)
@@ -136,7 +137,7 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         writer.append(np.zeros((3, 1, 5), np.int32), 0)
     with pytest.raises(ValueError, match="65536 experts; a trace can tell 65535 apart"):
-        TraceWriter(tmp_path / "t", TraceHeader("m", 1, 65536, 1))
+        TraceWriter(tmp_path / "t", TraceHeader("m", 1, 65536, "abc", 1))
     with pytest.raises(TraceFileError, match="cannot be read: No such file"):
         TraceReader(tmp_path / "none")
     (tmp_path / "other").write_bytes(b"GGUF" * 100)

@@ -160,7 +160,53 @@ def test_long_memory_outlives_the_short_one() -> None:
         hotness.decay(0.7)
     assert hotness.counts[0, 0] < 1e-6
     assert hotness.long_counts[0].tolist() == [4, 0]
+    hotness.add(0, np.array([[1]], np.int32), 1)
     later = Hotness(1, 2, 1)
-    later.start_from(hotness.long_counts)
-    assert later.long_counts[0].tolist() == [4, 0]
+    later.start_from(hotness.profile())
+    assert later.long_counts[0].tolist() == [4, 1]
     assert later.counts[0, 0] > 1.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_round_against_plain_python(seed: int) -> None:
+    """Many layers, ties, experts that load, slots that are empty."""
+    rng = np.random.default_rng(seed)
+    num_layers, num_experts = 6, 40
+    table = empty_table(rng.integers(0, 30, num_layers).tolist(), num_experts)
+    for layer in range(num_layers):
+        experts = rng.permutation(num_experts).tolist()
+        for slot, expert in zip(table.slots_of_layer(layer).tolist(), experts, strict=False):
+            table.begin_load(slot, expert)
+            if rng.random() < 0.9:
+                table.publish(slot)
+                if rng.random() < 0.1:
+                    table.evict(slot)
+    hotness = Hotness(num_layers, num_experts, 2)
+    hotness.counts[:] = rng.integers(0, 6, (num_layers, num_experts))
+    counts, most = hotness.counts.copy(), 30
+
+    filled, pairs = [], []
+    for layer in range(num_layers):
+        of_layer = table.expert_of[table.slots_of_layer(layer)]
+        outside = [e for e in range(num_experts) if e not in of_layer]
+        outside.sort(key=lambda e, layer=layer: (-counts[layer, e], e))
+        empty = [s for s in table.slots_of_layer(layer).tolist() if table.is_writable(s)]
+        filled += [(counts[layer, e], layer, s, -1, e) for s, e in zip(empty, outside, strict=False)]
+    filled = sorted(filled, key=lambda found: -found[0])[:most]
+    for layer in range(num_layers):
+        taken = {(found[1], found[4]) for found in filled}
+        of_layer = table.expert_of[table.slots_of_layer(layer)]
+        outside = [e for e in range(num_experts) if e not in of_layer and (layer, e) not in taken]
+        outside.sort(key=lambda e, layer=layer: (-counts[layer, e], e))
+        inside = [e for e in range(num_experts) if table.slot_of[layer, e] >= 0]
+        inside.sort(key=lambda e, layer=layer: (counts[layer, e], e))
+        for hot, cold in zip(outside, inside, strict=False):
+            gain = counts[layer, hot] - counts[layer, cold]
+            if gain >= 1.5:
+                pairs.append((gain, layer, int(table.slot_of[layer, cold]), cold, hot))
+    pairs = sorted(pairs, key=lambda found: -found[0])[: most - len(filled)]
+    assert round_of(table, hotness, most) == [
+        Swap(layer, slot, out, hot, float(gain)) for gain, layer, slot, out, hot in filled + pairs
+    ]
+    assert filled
+    assert pairs
