@@ -74,7 +74,9 @@ def decide(
             f"{_size(room, down=True)} can be had for them ({what}); free memory, or take --experts auto, "
             "which keeps those in use"
         )
-    return _pool(experts, room, free_shared, bool(budget_gib), what)
+    # Of a budget that was asked for, nothing is left for others.
+    kept = 0 if budget_gib else needs.lent
+    return _pool(experts, max(0, room - kept), free_shared, bool(budget_gib), what)
 
 
 def _pool(experts: Experts, room: int, free_shared: int, is_asked_for: bool, what: str) -> Residency:
@@ -108,6 +110,7 @@ def _account(budget_gib: float, memory: Memory, needs: Needs) -> str:
     if budget_gib:
         return f"--ram-budget {budget_gib:g}"
     slots = f", slots of experts {_size(needs.slots)}" if needs.slots else ""
+    slots += f", experts of slots that are lent {_size(needs.lent)}" if needs.lent else ""
     return (
         f"available {_size(memory.available)}, of which {_size(memory.floor)} stay free; dense weights "
         f"{_size(needs.dense)}, context {_size(needs.context)}, n-gram rows {_size(needs.rows)}, "

@@ -6,25 +6,20 @@ import time
 
 from cpu_worker.expert_layer import ExpertLayer, formats_of
 from cpu_worker.expert_pool import ExpertPool
+from cpu_worker.keeping import keep_experts
 from cpu_worker.native_slots import NativeExperts
-from cpu_worker.residency import decide, experts_of
 from cpu_worker.stager_link import StagerListener
 from shared import quants
-from shared.arena import free_shared_memory, sweep_segments
-from shared.config import DEFAULT_PREFILL_CAP, CpuWorkerConfig
-from shared.expert_blobs import BlobLayout, ExpertMode
-from shared.memory_budget import held_by_stack, needs_of, read_memory, row_cache_bytes
-from shared.model_config import Qwen4ExpConfig, read_model_config
+from shared.config import CpuWorkerConfig
+from shared.expert_blobs import ExpertMode
+from shared.model_config import read_model_config
 from shared.native.team import Team
-from shared.placement.device import may_have_slots, runs_on_cuda, slots_in_ram
-from shared.placement.memory_plan import placed_bytes
-from shared.placement.sizes import expert_sizes
-from shared.process import SUPERVISED_VARIABLE, ProcessContext, major_faults
+from shared.process import ProcessContext, major_faults
 from shared.ring import Arrays
 from shared.ring_worker import RingWork, run_ring_worker
-from shared.tensor_catalog import NGRAM_TABLE, check_tensors
+from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set, meeting_cpu, num_threads_on
-from shared.work_slots import ExpertHeader, RingTokens, expert_ring, shared_memory_needed
+from shared.work_slots import ExpertHeader, expert_ring
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +86,7 @@ class CpuWorker:
             multiplied=formats_of(context.model, model_config.num_layers),
             on_progress=lambda done, total, name: context.report(f"compiling {name}", done / total),
         )
-        keeping = self._keep_experts(model_config)
+        keeping = keep_experts(context, model_config)
         pool = keeping.pool
         layers = [ExpertLayer(context.model, layer, pool) for layer in range(model_config.num_layers)]
         cpus = self._cpus()
@@ -110,46 +105,6 @@ class CpuWorker:
             listener=keeping if config.experts != ExpertMode.MAPPED else None,
         )
         return [work]
-
-    def _keep_experts(self, model_config: Qwen4ExpConfig) -> StagerListener:
-        """Decides where experts are to be, and gets the memory for it."""
-        context, config = self._context, self._context.config
-        # Of a predecessor that was killed: a pool is most of the memory there is.
-        sweep_segments()
-        layout = BlobLayout(context.model, model_config.num_layers)
-        held = held_by_stack(is_supervised=SUPERVISED_VARIABLE in os.environ)
-        memory = read_memory().with_locked(held)
-        table_bytes = context.model.info(NGRAM_TABLE).num_bytes if NGRAM_TABLE in context.model else 0
-        row_bytes = row_cache_bytes(memory, table_bytes, config.ple_io, config.ple_cache_bytes)
-        residency = decide(
-            config.experts,
-            config.ram_budget,
-            experts_of(model_config, layout),
-            memory,
-            needs_of(
-                context.model,
-                model_config,
-                held,
-                row_bytes,
-                is_on_cuda=runs_on_cuda(config.device),
-                slot_bytes=placed_bytes(
-                    expert_sizes(context.model, model_config),
-                    slots_in_ram(config.device, config.expert_cache),
-                ),
-            ),
-            max(0, free_shared_memory() - _RING_STEPS * self._ring_bytes(model_config)),
-        )
-        keeping = StagerListener(context.identity.incarnation, residency, layout, model_config.num_experts)
-        context.report("reserving memory for experts", 1.0)
-        keeping.make_room()
-        _log.info("experts: %s", ", ".join(f"{name}={value}" for name, value in keeping.capabilities.items()))
-        return keeping
-
-    def _ring_bytes(self, model_config: Qwen4ExpConfig) -> int:
-        config = self._context.config
-        may_stream = may_have_slots(config.device, config.expert_cache)
-        ngram_tokens = DEFAULT_PREFILL_CAP if may_stream else _RING_TOKENS
-        return shared_memory_needed(model_config, RingTokens(_RING_TOKENS, ngram_tokens))
 
     def _cpus(self) -> tuple[int, ...]:
         return cpu_set(self._context.config.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)

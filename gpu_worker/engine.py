@@ -28,6 +28,7 @@ from gpu_worker.sequence import Clock, Sequence
 from gpu_worker.step import account_failed, compute, places
 from gpu_worker.ways import AttachedWorkers, Ways
 from shared.errors import GenerationError, ModelOutputError, StepStalledError, WorkerFailedError
+from shared.expert_blobs import ExpertMode
 from shared.messages import (
     AbortRequest,
     GenerateRequest,
@@ -56,6 +57,8 @@ class AttachRing:
     role: Role
     ring: RingClient | None
     staging: RingClient | None = None
+    experts: ExpertMode | None = None
+    """Of the cpu_worker: how it keeps experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +226,8 @@ class Engine:
                 sequence = self._scheduler.find(request_id)
                 if sequence is not None:
                     self._finish(sequence, "abort")
-            case AttachRing(role=role, ring=ring, staging=staging):
-                self._workers.attach(role, ring, staging)
+            case AttachRing(role=role, ring=ring, staging=staging, experts=experts):
+                self._workers.attach(role, ring, staging, experts)
             case DetachRing(role=role, failure=failure):
                 self._workers.detach(role)
                 self._fail_all(failure)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gpu_worker.engine import AttachRing, DetachRing, Engine
 from shared.errors import ResourceError, WorkerFailedError
+from shared.expert_blobs import ExpertMode
 from shared.link import Peer
 from shared.messages import FromConnecting, Init
 from shared.model_config import Qwen4ExpConfig
@@ -109,7 +110,9 @@ class PeerListener:
         rings = self._offered.pop(peer.role, None)
         if rings is not None:
             self._serving[peer.role] = rings
-            self._engine.submit(AttachRing(peer.role, rings.main, rings.staging))
+            mode = peer.capabilities.get("experts")
+            experts = ExpertMode(mode) if mode in list(ExpertMode) else None
+            self._engine.submit(AttachRing(peer.role, rings.main, rings.staging, experts))
         self._ready.add(peer.role)
         self._on_change()
 

@@ -10,17 +10,18 @@ from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.experts.gauges import ExpertGauges
 from gpu_worker.experts.interface import ExpertsWay
-from gpu_worker.experts.placement import LANDING_BUFFERS, STAGING_PLACES, ExpertPlacement
+from gpu_worker.experts.placement import LANDING_BUFFERS, ExpertPlacement
 from gpu_worker.experts.recording import Recording
 from gpu_worker.experts.staging import Staging
 from gpu_worker.experts.three_ways import ThreeWays
 from gpu_worker.experts.transfers import Transfers
 from gpu_worker.ngram_way import StagedFeatures
-from shared.expert_blobs import BlobLayout
+from shared.expert_blobs import BlobLayout, ExpertMode
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.trace import TraceWriter
 from shared.ring import RingClient
 from shared.run_directory import Role
+from shared.work_slots import STAGING_PLACES
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +75,16 @@ class AttachedWorkers:
         self.ways: Ways | None = None
         """None while a worker is missing."""
 
-    def attach(self, role: Role, ring: RingClient | None, staging: RingClient | None) -> None:
-        """A worker serves these rings from now on."""
+    def attach(
+        self,
+        role: Role,
+        ring: RingClient | None,
+        staging: RingClient | None = None,
+        experts: ExpertMode | None = None,
+    ) -> None:
+        """A worker serves these rings from now on; `experts` is how the cpu_worker keeps them."""
+        if role is Role.CPU_WORKER and self._placement is not None:
+            self._placement.cache.keeps_lent = experts not in (None, ExpertMode.RESIDENT)
         if ring is not None:
             self._rings[role] = ring
         if staging is not None:

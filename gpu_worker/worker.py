@@ -7,7 +7,6 @@ from functools import partial
 from gpu_worker.device.choose import choose_torch_device
 from gpu_worker.engine import AbortAll, Engine
 from gpu_worker.experts.counts import ExpertFiles
-from gpu_worker.experts.placement import STAGING_PLACES
 from gpu_worker.loading import Loaded, load
 from gpu_worker.peers import PeerListener
 from gpu_worker.scheduler import Scheduler
@@ -22,7 +21,7 @@ from shared.process import ProcessContext, ProcessState, load_in_thread
 from shared.run_directory import Role
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import meeting_cpu
-from shared.work_slots import ring_tokens
+from shared.work_slots import STAGING_PLACES, ring_tokens
 
 _log = logging.getLogger(__name__)
 

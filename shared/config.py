@@ -78,7 +78,8 @@ class CommonConfig:
         group=_COMPUTE,
         choices=CPU_ACTIVATIONS,
     )
-    # The cpu_worker has to know too what of RAM plays the memory of a device.
+    # From here to the next comment: the cpu_worker has to know too what of RAM plays the memory of a device,
+    # and what is kept there for slots that are lent.
     device: str = setting(
         "auto", "where the model runs: auto, cpu, cuda or cuda:N", group=_COMPUTE, unit="DEVICE"
     )
@@ -89,6 +90,26 @@ class CommonConfig:
         group=_PLACEMENT,
         unit="N|auto",
     )
+    prefill: str = setting(
+        "auto",
+        "tokens of a prompt computed in one step: a number, or auto[:CAP], which takes what the memory of "
+        "the device makes worth while, up to 8192 or the cap; 512 without experts on the device",
+        group=_CAPACITY,
+        unit="N|auto[:CAP]",
+    )
+    prefill_stream_min: int = setting(
+        1024,
+        "chunks of a prompt from this size on stream all experts of a layer through the device",
+        group=_PLACEMENT,
+        unit="TOKENS",
+        minimum=1,
+    )
+    prefill_borrow: bool = setting(
+        True,
+        "lend slots of experts to large chunks as work space, until the prompt is read",
+        group=_PLACEMENT,
+    )
+    # Of all processes.
     heartbeat_interval_s: float = setting(
         0.25, "time between signs of life of a worker", group=_LIFE, unit="SECONDS", minimum=0.05, maximum=10
     )
@@ -208,13 +229,6 @@ class GpuWorkerConfig(CapacityConfig):
         minimum=0,
         maximum=1024,
     )
-    prefill: str = setting(
-        "auto",
-        "tokens of a prompt computed in one step: a number, or auto[:CAP], which takes what the memory of "
-        "the device makes worth while, up to 8192 or the cap; 512 without experts on the device",
-        group=_CAPACITY,
-        unit="N|auto[:CAP]",
-    )
     expert_policy: str = setting(
         SWAP_POLICIES[0],
         "how experts on the device are exchanged: adaptive by how often they are used, lru takes each that "
@@ -261,24 +275,12 @@ class GpuWorkerConfig(CapacityConfig):
     vram_reserve_mib: int = setting(
         700, "memory of the device that stays free", group=_PLACEMENT, unit="MiB", minimum=0
     )
-    prefill_stream_min: int = setting(
-        1024,
-        "chunks of a prompt from this size on stream all experts of a layer through the device",
-        group=_PLACEMENT,
-        unit="TOKENS",
-        minimum=1,
-    )
     prefill_cpu_share: float | None = setting(
         None,
         "share of missed experts that smaller chunks have computed in RAM (default: what --pcie-frac leaves)",
         group=_PLACEMENT,
         minimum=0,
         maximum=1,
-    )
-    prefill_borrow: bool = setting(
-        True,
-        "lend slots of experts to large chunks as work space, until the prompt is read",
-        group=_PLACEMENT,
     )
     kv_grow: bool = setting(
         False,

@@ -117,10 +117,13 @@ class Needs:
     """Programs, and what they keep in their own memory, beyond what they have already."""
     slots: int = 0
     """Slots of experts where RAM plays the memory of a device."""
+    lent: int = 0
+    """What RAM keeps of slots that are lent to prompts. Not in the total: where all experts are resident they
+    are there already."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it, whether or not slots are lent."""
         return self.dense + self.context + self.rows + self.processes + self.slots
 
 
@@ -132,17 +135,20 @@ def needs_of(
     *,
     is_on_cuda: bool = False,
     slot_bytes: int = 0,
+    lent_bytes: int = 0,
 ) -> Needs:
     """What a stack with this model will take, less what it has of that already; `row_bytes` for rows of the
-    n-gram table, `slot_bytes` for slots of experts that are in RAM. A model that runs on a CUDA device has
-    its dense weights, keys and values there."""
+    n-gram table, `slot_bytes` for slots of experts that are in RAM, `lent_bytes` for those that are lent. A
+    model that runs on a CUDA device has its dense weights, keys and values there."""
     context = context_bytes(config, min(_CONTEXT_TOKENS, config.context_length))
     return Needs(
         dense=0 if is_on_cuda else dense_file_bytes(model, config),
         context=0 if is_on_cuda else context,
         rows=row_bytes,
         processes=max(0, _PROCESSES_BYTES - held.private) + _BUFFERS_BYTES,
-        slots=slot_bytes,
+        # What processes have beyond their own is slots that are there already.
+        slots=max(0, slot_bytes - max(0, held.private - _PROCESSES_BYTES)),
+        lent=lent_bytes,
     )
 
 

@@ -18,7 +18,7 @@ from shared.config import (
     prefill_setting,
 )
 from shared.errors import ResourceError
-from shared.expert_blobs import ExpertMode, expert_tensors
+from shared.expert_blobs import BlobLayout, ExpertMode, expert_tensors
 from shared.gguf.model import GGUFModel
 from shared.locked_memory import may_lock, not_permitted, resident_refusal
 from shared.model_config import Qwen4ExpConfig, read_model_config
@@ -56,8 +56,10 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
         check_tensors(model, config)
         if cpu_worker.experts == ExpertMode.RESIDENT:
             check_lock(model, config)
+        has_slots = may_have_slots(gpu_worker.device, gpu_worker.expert_cache)
+        place_bytes = BlobLayout(model, config.num_layers).largest_place_bytes if has_slots else 0
     check_port(gateway.host, gateway.port)
-    needed = shared_memory_needed(config, tokens)
+    needed = shared_memory_needed(config, tokens, place_bytes)
     if needed > free_shared_memory():
         raise ResourceError(
             f"{SHARED_MEMORY} has {free_shared_memory() / 2**20:.0f} MiB left, this stack needs "

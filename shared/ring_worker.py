@@ -183,7 +183,7 @@ class RingListener:
         self._attachments.attached(self._server_role)
         self.is_detached.clear()
         self.is_attached.set()
-        return {}
+        return {name: value for work in self._works for name, value in work.capabilities.items()}
 
     async def detach(self, reason: str) -> None:
         # The link may be cancelled meanwhile; what has been begun here is finished all the same, before the

@@ -157,6 +157,10 @@ def _blobs(most_in_slot: int, num_places: int, pool_bytes: int) -> RingShape:
     )
 
 
+STAGING_PLACES = 16
+"""For blobs on their way to the device: the original engine's number."""
+
+
 @dataclass(frozen=True, slots=True)
 class RingTokens:
     """Tokens that a slot of the expert ring and of the n-gram ring has room for."""
@@ -173,9 +177,12 @@ def ring_tokens(prefill_tokens: int, parallel: int, *, has_slots: bool, stream_m
     return RingTokens(to_cpu_worker + parallel, prefill_tokens + parallel)
 
 
-def shared_memory_needed(config: Qwen4ExpConfig, tokens: RingTokens) -> int:
-    """Bytes of /dev/shm that the rings of steps take, pools of experts aside."""
+def shared_memory_needed(config: Qwen4ExpConfig, tokens: RingTokens, place_bytes: int = 0) -> int:
+    """Bytes of /dev/shm that the rings of steps take, pools of experts aside. `place_bytes` are those of a
+    staging place (`staging_ring`), 0 where there are none."""
     shapes = [expert_ring(config, tokens.experts)]
     if config.ngram is not None:
         shapes.append(ngram_ring(config.ngram, tokens.ngrams))
+    if place_bytes:
+        shapes.append(staging_ring(STAGING_PLACES, place_bytes))
     return sum(shape.layout().num_bytes for shape in shapes)

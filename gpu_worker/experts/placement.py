@@ -33,8 +33,6 @@ _log = logging.getLogger(__name__)
 
 LANDING_BUFFERS = 8
 """For blobs that are transferred: as many as the original engine has outside of streaming."""
-STAGING_PLACES = 16
-"""For blobs between stager and device, likewise."""
 _PROBE_BYTES = 32 << 20
 # What is saved of the profile while running is so old at most.
 _PROFILE_WINDOWS = 64

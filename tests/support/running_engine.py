@@ -25,7 +25,7 @@ from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.engine import AttachRing, DetachRing, Engine
 from gpu_worker.experts.counts import ExpertFiles
-from gpu_worker.experts.placement import STAGING_PLACES, ExpertPlacement, open_placement
+from gpu_worker.experts.placement import ExpertPlacement, open_placement
 from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.scheduler import Scheduler
@@ -48,7 +48,7 @@ from shared.native.team import Team
 from shared.placement.trace import TraceWriter
 from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
 from shared.run_directory import Role, new_incarnation
-from shared.work_slots import expert_ring, ngram_ring, staging_ring
+from shared.work_slots import STAGING_PLACES, expert_ring, ngram_ring, staging_ring
 from stager.blob_sources import BlobSources
 from stager.ngram_rows import open_rows
 from stager.read_queue import ReadQueue

@@ -10,6 +10,7 @@ import pytest
 from shared import preflight
 from shared.config import PROCESS_CONFIGS
 from shared.errors import ConfigError, ModelFileError, ResourceError, UnsupportedModelError
+from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.preflight import check_port, check_stack
@@ -169,7 +170,9 @@ def test_chunks_that_stream_need_less_shared_memory(path: Path, monkeypatch: pyt
     assert ring_tokens(512, 4, has_slots=True, stream_min=1024) == RingTokens(516, 516)
     with GGUFModel(path) as model:
         config = read_model_config(model)
-    free = shared_memory_needed(config, RingTokens(1027, 8196))
+        place_bytes = BlobLayout(model, config.num_layers).largest_place_bytes
+    free = shared_memory_needed(config, RingTokens(1027, 8196), place_bytes)
+    assert free > shared_memory_needed(config, RingTokens(1027, 8196))
     assert free < shared_memory_needed(config, RingTokens(8196, 8196))
     monkeypatch.setattr(preflight, "free_shared_memory", lambda: free)
     check(path, prefill="8192", device="cpu", expert_cache="4")
