@@ -10,12 +10,13 @@ import torch
 
 from gpu_worker.device.choose import formats_of, open_device
 from gpu_worker.device.interface import Device
-from gpu_worker.experts.placement import ExpertPlacement, open_placement
+from gpu_worker.experts.placement import ExpertPlacement, open_placement, wants_experts
 from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from shared import quants
 from shared.config import GpuWorkerConfig, prefill_setting
 from shared.errors import ConfigError
+from shared.expert_blobs import expert_tensors
 from shared.locked_memory import lock_refusal, may_lock, not_permitted
 from shared.memory_budget import held_by_stack, read_memory
 from shared.model_config import Qwen4ExpConfig
@@ -76,6 +77,10 @@ def load(
         if expected.tensor_class not in _NOT_OURS and expected.name in file
     ]
     multiplied, decoded, gathered = formats_of(torch_device, file, tensors)
+    if torch_device.type == "cpu" and wants_experts(settings, torch_device):
+        multiplied |= {
+            quants.block_format(file.info(name).type.type_id) for name in expert_tensors(config.num_layers)
+        }
     quants.warm(
         multiplied,
         decoded,

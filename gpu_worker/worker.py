@@ -122,12 +122,13 @@ class GpuWorker:
             has_slots=loaded.placement is not None,
             stream_min=config.prefill_stream_min,
         )
+        workers = await load_in_thread(partial(self._workers, loaded, layout, tokens.ngrams))
         engine = Engine(
             loaded.model,
             self._torch_device,
             scheduler,
             self._post,
-            self._workers(loaded, layout, tokens.ngrams),
+            workers,
             cpu=meeting_cpu() if self._torch_device.type == "cpu" else None,
         )
         peers = PeerListener(

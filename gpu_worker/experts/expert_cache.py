@@ -14,8 +14,9 @@ Where blobs that are lent away might have to come from the disk again, they are 
 """
 
 import contextlib
+import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,8 @@ from gpu_worker.experts.staging import Staging
 from shared.errors import StrataError
 from shared.placement.swaps import Swap
 from shared.placement.table import NO_EXPERT, NO_SLOT, ResidencyTable
+
+_log = logging.getLogger(__name__)
 
 _SMALLEST_SEGMENT, _LARGEST_SEGMENT = 64 << 10, 64 << 20
 # The cache is lent in steps of about a thirty-second of it.
@@ -81,13 +84,15 @@ class ExpertCache:
         slot_layers: NDArray[np.int32],
         slot_experts: NDArray[np.int32],
         timeout_s: float,
+        has_ram: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
-        """`slot_layers` and `slot_experts` [slots] say who is to be in the slots, hottest first;
-        `timeout_s` is how long a copy may take. Raises ResourceError where the device's memory does not
-        suffice."""
+        """`slot_layers` and `slot_experts` [slots] say who is to be in the slots, hottest first. A copy may
+        take `timeout_s`; `has_ram` says whether RAM has so many bytes for what is kept there. Raises
+        ResourceError where the device's memory does not suffice."""
         self._memory = memory
         self._experts = experts
         self._timeout_s = timeout_s
+        self._has_ram = has_ram
         self.table = table
         self.layers: list[int] = slot_layers.tolist()
         # Who belongs into each slot: who is there, or is to be there again.
@@ -108,6 +113,7 @@ class ExpertCache:
         self._kept: dict[tuple[int, int], Bytes] = {}
         self.keeps_lent = False
         """Whether what is lent away is kept in RAM; to be set where it would have to be read again."""
+        self._could_keep = True
         self.is_held = False
         """Whether nobody may leave a slot now: a prompt is streamed by who was on the device before."""
         self.claims: dict[str, int] = {}
@@ -351,13 +357,20 @@ class ExpertCache:
             ticket, event = self._unfinished.popleft()
             event.wait(self._timeout_s)
             self.table.finished(ticket)
-        if self.keeps_lent:
+        if self.keeps_lent and self._can_keep(segment):
             self._keep(slots)
         for slot in slots:
             self.table.lend(slot)
         memory, segment.memory, segment.usable = segment.memory, None, None
         if memory is not None:
             self._memory.release(memory)
+
+    def _can_keep(self, segment: _Segment) -> bool:
+        can_keep = self._has_ram(segment.num_bytes)
+        if self._could_keep and not can_keep:
+            _log.warning("RAM has no room for experts whose slots are lent: they are read again afterwards")
+        self._could_keep = can_keep
+        return can_keep
 
     def _keep(self, slots: Iterable[int]) -> None:
         """Copies the experts of some slots to RAM."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from gpu_worker.device.expert_slots import DeviceExperts
 from gpu_worker.device.interface import Device
@@ -18,13 +19,14 @@ from gpu_worker.state.sequence_state import context_bytes
 from shared.config import GpuWorkerConfig, expert_cache_slots
 from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
+from shared.memory_budget import read_memory
 from shared.model_config import Qwen4ExpConfig
 from shared.placement import profile
 from shared.placement.hotness import Hotness
 from shared.placement.link_share import LinkShare
 from shared.placement.memory_plan import KV_GROW_FIRST, WorkSpace, device_needs, work_space
 from shared.placement.memory_plan import Placement as MemoryPlan
-from shared.placement.planner import skip_rank_at
+from shared.placement.planner import LayerPlanner, skip_rank_at
 from shared.placement.policies import Policy, policy_named
 from shared.placement.sizes import expert_sizes, widest_matrix_bytes
 from shared.placement.table import ResidencyTable
@@ -53,6 +55,12 @@ class WayRules:
     was set aside."""
     set_aside_bytes: int = 0
     """What was set aside for keys and values otherwise."""
+
+
+def _has_ram(num_bytes: int) -> bool:
+    """Whether so much of RAM can be had without touching what has to stay free."""
+    memory = read_memory()
+    return memory.available - memory.floor >= num_bytes
 
 
 class ExpertPlacement:
@@ -151,7 +159,7 @@ def open_placement(
     """
     asked = expert_cache_slots(settings.expert_cache)
     is_played = device.torch_device.type == "cpu"
-    if asked == 0 or (asked is None and is_played):
+    if not wants_experts(settings, device.torch_device):
         return None
     report("making room for experts on the device", 1.0)
     sizes = expert_sizes(model, config)
@@ -184,8 +192,10 @@ def open_placement(
         probed = memory.link_probe(max(int(blob_bytes.max()), min(_PROBE_BYTES, slot_bytes)))
         share = LinkShare(settings.pcie_frac, probed)
         table = ResidencyTable(layers, config.num_layers, config.num_experts)
+        # Compiled now, not when the first worker is there.
+        LayerPlanner(table, hotness, hotness.num_used, 1)
         experts = device.experts(config)
-        cache = ExpertCache(memory, experts, table, layers, chosen, settings.watchdog_s)
+        cache = ExpertCache(memory, experts, table, layers, chosen, settings.watchdog_s, _has_ram)
         rules = WayRules(
             stream_min=settings.prefill_stream_min,
             work_space=work_space(config, sizes, settings.prefill_stream_min, is_in_ram=is_played),
@@ -219,6 +229,12 @@ def open_placement(
         share.share,
     )
     return placement
+
+
+def wants_experts(settings: GpuWorkerConfig, torch_device: torch.device) -> bool:
+    """Whether experts are to be on the device."""
+    asked = expert_cache_slots(settings.expert_cache)
+    return torch_device.type != "cpu" if asked is None else asked > 0
 
 
 def _room(settings: GpuWorkerConfig, model: GGUFModel, config: Qwen4ExpConfig, device: Device) -> int:
