@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -130,12 +131,14 @@ class SlotLayout:
         """Raises ValueError for arguments of `DeviceExperts.compute` that do not fit each other: code that
         runs on slots checks no bounds."""
         num_routes = len(route_tokens)
-        if x.dim() != 2 or x.shape[1] != self.hidden or out.shape != x.shape:
+        if x.dim() != 2 or x.shape[1] != self.hidden or out.shape != x.shape or not out.is_contiguous():
             raise ValueError(f"x {list(x.shape)} and out {list(out.shape)} for a width of {self.hidden}")
-        if route_weights.shape != (num_routes,) or route_tokens.dtype != np.int32:
-            raise ValueError(
-                f"routes with tokens {route_tokens.dtype} {route_tokens.shape}, weights {route_weights.shape}"
-            )
+        if not x.dtype == out.dtype == torch.float32:
+            raise ValueError(f"x {x.dtype} and out {out.dtype}, which are to be float32")
+        if route_weights.shape != (num_routes,) or route_weights.dtype != np.float32:
+            raise ValueError(f"weights {route_weights.dtype} {route_weights.shape} of {num_routes} routes")
+        if route_tokens.dtype != np.int32:
+            raise ValueError(f"tokens of routes are {route_tokens.dtype}, and are to be int32")
         if len(starts) != len(buffers) + 1 or starts[0] != 0 or starts[-1] != num_routes:
             raise ValueError(f"groups of routes that begin at {list(starts)} for {num_routes} routes")
         if any(first > behind for first, behind in pairwise(starts)):

@@ -156,11 +156,13 @@ def work(sizes: dict[int, int], num_tokens: int, seed: int = 0) -> Work:
     )
 
 
-# One token as in decoding; some tokens; a group too large to be padded beside small and empty ones.
+# One token as in decoding; some tokens; a group too large to be padded beside small and empty ones; more
+# routes than one wave has, with groups in two and in three of them.
 WORKS = {
     "one token": lambda: work(dict.fromkeys(range(10), 1), num_tokens=1),
     "window": lambda: work({0: 3, 2: 1, 3: 5, 7: 2, 11: 5}, num_tokens=5),
     "chunk": lambda: work({0: 40, 1: 0, 2: 33, 3: 32, 4: 1, 5: 0, 6: 0, 9: 60}, num_tokens=60),
+    "waves": lambda: work({0: 300, 1: 700, 3: 0, 4: 500, 5: 1, 8: 36}, num_tokens=700),
     "nothing": lambda: work({4: 0}, num_tokens=3),
 }
 
@@ -292,6 +294,17 @@ def test_repeatable(experts: DeviceExperts, floats: Case) -> None:
     assert done.on(experts, floats).tobytes() == done.on(experts, floats).tobytes()
 
 
+def test_threads_and_sizes_do_not_change_a_bit(case: Case) -> None:
+    """The same bits for any number of threads, and whatever a team's memory was used for before."""
+    alone, teams = {}, [Team(1), Team(2), Team(5)]
+    for team in teams:
+        experts = CpuSlotExperts(case.model, 1, team)
+        for name in ("window", "one token", "waves", "nothing", "one token", "chunk", "window"):
+            got = WORKS[name]().on(experts, case).tobytes()
+            assert alone.setdefault(name, got) == got
+        team.close()
+
+
 def test_arguments_that_do_not_fit(experts: DeviceExperts, floats: Case) -> None:
     """Compiled code and devices check no bounds, so these are refused before."""
     x = torch.zeros(4, HIDDEN)
@@ -305,7 +318,10 @@ def test_arguments_that_do_not_fit(experts: DeviceExperts, floats: Case) -> None
         ((slots, [0, 4, 3], tokens, weights, x, x), "not in order"),
         ((slots, starts, tokens + 4, weights, x, x), "4 to 4 of 4"),
         ((slots, starts, tokens - 1, weights, x, x), "-1 to -1 of 4"),
-        ((slots, starts, tokens, weights[:2], x, x), "routes"),
+        ((slots, starts, tokens, weights[:2], x, x), "of 3 routes"),
+        ((slots, starts, tokens, weights.astype(np.float64), x, x), "weights float64"),
+        ((slots, starts, tokens, weights, x, x.double()), "float64"),
+        ((slots, starts, tokens, weights, x, torch.zeros(HIDDEN, 4).T), "width of 512"),
         ((slots, starts, tokens.astype(np.int64), weights, x, x), "int64"),
         (([slots[0], slots[1][:-256]], starts, tokens, weights, x, x), "a slot of"),
     ):
