@@ -38,6 +38,10 @@ class CpuSlotExperts(Slots):
         self._fields = self._work.view(np.int64)
         self._compute = compute_slots()
 
+    def work_bytes(self, num_tokens: int) -> int:
+        """As `DeviceExperts` says: the team's own memory is no part of what plays the device's."""
+        return 0
+
     def compute(
         self,
         layer: int,

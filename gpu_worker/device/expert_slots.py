@@ -39,6 +39,10 @@ class DeviceExperts(Protocol):
     def part_offsets(self, layer: int) -> tuple[int, int, int]:
         """Where gate, up and down begin in it."""
 
+    def work_bytes(self, num_tokens: int) -> int:
+        """Memory of the device that `compute` takes for the time it runs, beside slots, x and out, with so
+        many tokens at most, of which each comes once in a group."""
+
     def compute(
         self,
         layer: int,
@@ -56,8 +60,8 @@ class DeviceExperts(Protocol):
         starts[g + 1] - 1: `starts` has one more entry than `buffers`. `route_tokens` [routes] and
         `route_weights` [routes] lie in host memory and may be changed after the call; x and out, float32
         [tokens, hidden], on the device. What it issues is compute in the sense of
-        `gpu_worker.device.memory`. The order of a token's sum is that of the groups, so results are
-        repeatable. Raises ValueError for shapes that do not fit.
+        `gpu_worker.device.memory`. The order of a token's sum depends on the arguments alone, so results
+        are repeatable. Raises ValueError for shapes that do not fit.
         """
 
 

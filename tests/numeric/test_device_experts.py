@@ -19,9 +19,10 @@ from gpu_worker.device.torch_slot_experts import TorchSlotExperts
 from shared.gguf.model import GGUFModel
 from shared.gguf.types import tensor_type_named
 from shared.native.team import Team
-from shared.quants import block_format, decode_rows
+from shared.quants import SUPPORTED, block_format, decode_rows
 from shared.work_slots import PARTS
 from tests.support.kernels import using_kernels
+from tests.support.meta_memory import MetaMemory
 from tests.support.quant_blocks import random_rows
 
 # A thread that never returns from native code can only be ended with its process.
@@ -186,6 +187,7 @@ def test_torch_in_small_pieces(case: Case, name: str, monkeypatch: pytest.Monkey
     """Memory for two experts' matrices at a time, and hardly any padding."""
     monkeypatch.setattr(torch_slot_experts, "DECODED_BYTES", 2 * HIDDEN * WIDTH * 4)
     monkeypatch.setattr(torch_slot_experts, "_MOST_PADDED_ROUTES", 2)
+    monkeypatch.setattr(torch_slot_experts, "_MOST_ROUTES", 37)
     done = WORKS[name]()
     experts = TorchSlotExperts(case.model, 1, torch.device("cpu"))
     assert_close(done.on(experts, case), done.in_float64(case), 1e-5)
@@ -227,6 +229,45 @@ def test_nothing_is_read_back(case: Case, name: str) -> None:
     slots = case.slots(experts, "meta", done.numbers)
     x = torch.from_numpy(done.x).to("meta")
     experts.compute(0, slots, done.starts, done.tokens, done.weights, x, torch.empty_like(x))
+
+
+def of_real_size(type_name: str) -> GGUFModel:
+    """A layer of the real model's shape, as far as layouts are made from it."""
+    hidden, width, infos = 2560, 640, {}
+    for part, num_rows, num_columns in (
+        ("gate", width, hidden),
+        ("up", width, hidden),
+        ("down", hidden, width),
+    ):
+        kind = tensor_type_named(type_name)
+        if num_columns % kind.block_size:
+            kind = tensor_type_named("IQ4_NL")
+        infos[f"blk.0.ffn_{part}_exps.weight"] = SimpleNamespace(
+            type=kind, shape=(512, num_rows, num_columns)
+        )
+    return cast("GGUFModel", SimpleNamespace(info=infos.__getitem__))
+
+
+@pytest.mark.parametrize("type_name", SUPPORTED)
+def test_memory_for_work(type_name: str) -> None:
+    """What is set aside for it is enough, and not many times too much, for one token and for large chunks."""
+    nowhere = torch.device("meta")
+    experts = TorchSlotExperts(of_real_size(type_name), 1, nowhere)
+    slot = torch.empty(experts.slot_bytes(0), dtype=torch.uint8, device=nowhere)
+    for num_tokens, sizes in (
+        (1, 10 * [1]),
+        (32, 30 * [32]),
+        (600, [32] * 40 + [600]),
+        (8192, [8192, 31, 8192, 1, 300]),
+    ):
+        done = work(dict(enumerate(sizes)), num_tokens)
+        x = torch.empty(num_tokens, 2560, device=nowhere)
+        out = torch.empty_like(x)
+        with MetaMemory() as memory:
+            slots = [slot] * len(sizes)
+            experts.compute(0, slots, done.starts, done.tokens, done.weights, x, out)
+        limit = experts.work_bytes(num_tokens)
+        assert limit / 3 <= memory.peak_bytes <= limit, (num_tokens, memory.peak_bytes / limit)
 
 
 Make = Callable[[Case], DeviceExperts]
