@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,6 +39,10 @@ class DeviceExperts(Protocol):
     def part_offsets(self, layer: int) -> tuple[int, int, int]:
         """Where gate, up and down begin in it."""
 
+    def work_bytes(self, num_tokens: int) -> int:
+        """Memory of the device that `compute` takes for the time it runs, beside slots, x and out, with so
+        many tokens at most, of which each comes once in a group."""
+
     def compute(
         self,
         layer: int,
@@ -55,8 +60,8 @@ class DeviceExperts(Protocol):
         starts[g + 1] - 1: `starts` has one more entry than `buffers`. `route_tokens` [routes] and
         `route_weights` [routes] lie in host memory and may be changed after the call; x and out, float32
         [tokens, hidden], on the device. What it issues is compute in the sense of
-        `gpu_worker.device.memory`. The order of a token's sum is that of the groups, so results are
-        repeatable. Raises ValueError for shapes that do not fit.
+        `gpu_worker.device.memory`. The order of a token's sum depends on the arguments alone, so results
+        are repeatable. Raises ValueError for shapes that do not fit.
         """
 
 
@@ -130,12 +135,14 @@ class SlotLayout:
         """Raises ValueError for arguments of `DeviceExperts.compute` that do not fit each other: code that
         runs on slots checks no bounds."""
         num_routes = len(route_tokens)
-        if x.dim() != 2 or x.shape[1] != self.hidden or out.shape != x.shape:
+        if x.dim() != 2 or x.shape[1] != self.hidden or out.shape != x.shape or not out.is_contiguous():
             raise ValueError(f"x {list(x.shape)} and out {list(out.shape)} for a width of {self.hidden}")
-        if route_weights.shape != (num_routes,) or route_tokens.dtype != np.int32:
-            raise ValueError(
-                f"routes with tokens {route_tokens.dtype} {route_tokens.shape}, weights {route_weights.shape}"
-            )
+        if not x.dtype == out.dtype == torch.float32:
+            raise ValueError(f"x {x.dtype} and out {out.dtype}, which are to be float32")
+        if route_weights.shape != (num_routes,) or route_weights.dtype != np.float32:
+            raise ValueError(f"weights {route_weights.dtype} {route_weights.shape} of {num_routes} routes")
+        if route_tokens.dtype != np.int32:
+            raise ValueError(f"tokens of routes are {route_tokens.dtype}, and are to be int32")
         if len(starts) != len(buffers) + 1 or starts[0] != 0 or starts[-1] != num_routes:
             raise ValueError(f"groups of routes that begin at {list(starts)} for {num_routes} routes")
         if any(first > behind for first, behind in pairwise(starts)):

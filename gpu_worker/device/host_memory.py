@@ -23,7 +23,6 @@ Bytes = NDArray[np.uint8]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: the pages count as locked for every context of the process."""
-_SUCCESS = 0
 _BORDER = 64
 """Tensors that share a piece of memory begin on a cache line each."""
 
@@ -80,17 +79,18 @@ def to_device(host: Tensor, torch_device: torch.device) -> Tensor:
 def lock_pages(array: Bytes, torch_device: torch.device) -> bool:
     """Registers the array's pages with the driver; whether it has taken them, which is logged otherwise."""
     with torch.cuda.device(torch_device):
-        error = _cuda.cudart().cudaHostRegister(address_of(array), array.nbytes, _PORTABLE)
-        if int(error) == _SUCCESS:
+        cudart = _cuda.cudart()
+        error = cudart.cudaHostRegister(address_of(array), array.nbytes, _PORTABLE)
+        if error == cudart.cudaError.success:
             return True
         # The driver keeps the error for the next kernel's check to find, which is taken here.
         with suppress(RuntimeError):
             torch.zeros(1, device=torch_device)
     _log.warning(
-        "%.1f MiB of RAM could not be registered with the CUDA driver (error %d), copies from and to it "
-        "are slower; the limit of locked memory may be too low (ulimit -l)",
+        "%.1f MiB of RAM could not be registered with the CUDA driver (%s), copies from and to it are "
+        "slower; the limit of locked memory may be too low (ulimit -l)",
         array.nbytes / 2**20,
-        int(error),
+        cudart.cudaGetErrorString(error),
     )
     return False
 

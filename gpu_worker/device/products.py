@@ -96,7 +96,7 @@ def _multiply_kernel() -> Callable[[int, int, int, int, int, int, int, int, int]
 
 
 class Products:
-    """Matrices of the same width, where the model file maps them, or where `read_from` says."""
+    """Matrices of the same width, where the model file maps them."""
 
     def __init__(self, matrices: Sequence[tuple[NDArray[np.uint8], BlockFormat]], team: Team) -> None:
         """`matrices`: rows uint8 [num_rows, row_bytes] and their format."""
@@ -116,15 +116,6 @@ class Products:
         self._address = address_of(self._records)
         self._quantise_task = quants.quantise_task()
         self._multiply = _multiply_kernel()
-
-    def read_from(self, matrices: Sequence[NDArray[np.uint8]]) -> None:
-        """Takes other matrices of the same formats and shapes from now on. Raises ValueError for shapes that
-        differ."""
-        for raw, before in zip(matrices, self._raw, strict=True):
-            if raw.shape != before.shape or raw.dtype != np.uint8 or not raw.flags.c_contiguous:
-                raise ValueError(f"rows {raw.dtype} {list(raw.shape)} in the place of {list(before.shape)}")
-        self._raw = list(matrices)
-        self._records["weights"] = [address_of(raw) for raw in matrices]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """x [num_tokens, width] float32 -> for each matrix its products [num_tokens, num_rows].

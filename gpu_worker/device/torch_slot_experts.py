@@ -21,20 +21,36 @@ from gpu_worker.device.torch_decode import decode_blocks
 from shared.gguf.model import GGUFModel
 
 DECODED_BYTES = 64 * 2**20
-"""Of the matrices that are decoded at a time, unless a single one is larger. Decoding takes about as much
-again for each step that the format has, up to four times; ten experts of the real model fit, which are those
-of one token."""
+"""Of the matrices that are decoded at a time, unless a single one is larger: ten of the real model's, which
+is what one token chooses."""
+_DECODING = 4
+"""So many times the memory of what is decoded is taken meanwhile, at most (Q3_K)."""
 _MOST_PADDED_ROUTES = 32
 """An expert with more routes is multiplied by itself: it keeps a device busy, and would be padding for all
 others."""
+_MOST_ROUTES = 2048
+"""Of an expert at a time: its matrices are decoded again for what is beyond, which is little beside the
+products by then, and the memory for activations is bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Routes `start` to `stop` - 1 of a group."""
+
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def num_routes(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Groups `first` to `stop` - 1, each with `num_routes` routes once they are padded."""
+    """Pieces of different groups, which have `num_routes` routes each once they are padded."""
 
-    first: int
-    stop: int
+    groups: list[int]
     num_routes: int
     # i32 [groups * num_routes]: the token of each route. Padding repeats a route of the same group, so that
     # what is not a number comes from nowhere else.
@@ -53,6 +69,10 @@ class TorchSlotExperts(Slots):
     def __init__(self, model: GGUFModel, num_layers: int, torch_device: torch.device) -> None:
         super().__init__(model, num_layers)
         self._torch_device = torch_device
+
+    def work_bytes(self, num_tokens: int) -> int:
+        """As `DeviceExperts` says."""
+        return max(_work_bytes(layout, num_tokens) for layout in self.layouts)
 
     @torch.inference_mode()
     def compute(
@@ -78,7 +98,7 @@ class TorchSlotExperts(Slots):
         for batch in batches:
             tokens, summed_tokens, summed_routes = next(on_device), next(on_device), next(on_device)
             weights = next(on_device).view(torch.float32)
-            chosen = buffers[batch.first : batch.stop]
+            chosen = [buffers[group] for group in batch.groups]
             inputs = x.index_select(0, tokens).view(len(chosen), batch.num_routes, -1)
             results = _experts(layout, chosen, inputs)
             weighted = x.new_zeros((len(tokens) + 1, layout.hidden))
@@ -104,44 +124,70 @@ def _products(part: SlotPart, buffers: Sequence[Tensor], x: Tensor) -> Tensor:
     return torch.bmm(x, decoded.view(len(buffers), part.num_rows, -1).transpose(1, 2))
 
 
+def _work_bytes(layout: SlotLayout, num_tokens: int) -> int:
+    """What a batch takes at most: weights as they are decoded; and for each of its routes, padding counted, a
+    few rows of either width, and as many for each token as experts are added up for it."""
+    most_groups, largest_bytes = _most_groups(layout), _largest_bytes(layout)
+    padded = most_groups * min(num_tokens, _MOST_PADDED_ROUTES)
+    routes = max(padded, min(num_tokens, _MOST_ROUTES))
+    rows = routes * (6 * layout.hidden + 3 * layout.gate.num_rows)
+    summed = min(num_tokens, padded) * most_groups * layout.hidden
+    return _DECODING * most_groups * largest_bytes + 4 * (rows + summed)
+
+
+def _most_groups(layout: SlotLayout) -> int:
+    """How many experts' matrices are decoded at a time."""
+    return max(1, DECODED_BYTES // _largest_bytes(layout))
+
+
+def _largest_bytes(layout: SlotLayout) -> int:
+    """Of one decoded matrix."""
+    return 4 * max(part.num_rows * part.width for part in (layout.gate, layout.up, layout.down))
+
+
 def _batches(
     layout: SlotLayout,
     starts: Sequence[int],
     route_tokens: NDArray[np.int32],
     route_weights: NDArray[np.float32],
 ) -> Iterator[_Batch]:
-    """Neighbouring groups that are computed together; groups without routes are left out."""
-    largest = max(part.num_rows * part.width for part in (layout.gate, layout.up, layout.down))
-    most_groups = max(1, DECODED_BYTES // (largest * 4))
-    sizes = [stop - start for start, stop in pairwise(starts)]
-    first = 0
-    while first < len(sizes):
-        stop = first + 1
-        if 0 < sizes[first] <= _MOST_PADDED_ROUTES:
-            while stop < min(len(sizes), first + most_groups) and 0 < sizes[stop] <= _MOST_PADDED_ROUTES:
-                stop += 1
-        if sizes[first]:
-            yield _padded(first, stop, starts, route_tokens, route_weights)
-        first = stop
+    """Neighbouring pieces of groups that are computed together."""
+    most_groups = _most_groups(layout)
+    batch: list[_Piece] = []
+    for piece in _pieces(starts):
+        is_alone = piece.num_routes > _MOST_PADDED_ROUTES
+        if batch and (is_alone or len(batch) == most_groups):
+            yield _padded(batch, route_tokens, route_weights)
+            batch = []
+        batch.append(piece)
+        if is_alone:
+            yield _padded(batch, route_tokens, route_weights)
+            batch = []
+    if batch:
+        yield _padded(batch, route_tokens, route_weights)
+
+
+def _pieces(starts: Sequence[int]) -> Iterator[_Piece]:
+    """Of all groups; those without routes have none."""
+    for group, (start, stop) in enumerate(pairwise(starts)):
+        for first in range(start, stop, _MOST_ROUTES):
+            yield _Piece(group, first, min(first + _MOST_ROUTES, stop))
 
 
 def _padded(
-    first: int,
-    stop: int,
-    starts: Sequence[int],
-    route_tokens: NDArray[np.int32],
-    route_weights: NDArray[np.float32],
+    pieces: Sequence[_Piece], route_tokens: NDArray[np.int32], route_weights: NDArray[np.float32]
 ) -> _Batch:
-    begins = np.asarray(starts[first:stop], np.int32)[:, None]
-    ends = np.asarray(starts[first + 1 : stop + 1], np.int32)[:, None]
-    num_routes = int((ends - begins).max())
+    begins = np.array([piece.start for piece in pieces], np.int32)[:, None]
+    ends = np.array([piece.stop for piece in pieces], np.int32)[:, None]
+    num_routes = max(piece.num_routes for piece in pieces)
     routes = begins + np.arange(num_routes, dtype=np.int32)
     is_padding = (routes >= ends).reshape(-1)
     routes = np.minimum(routes, ends - 1).reshape(-1)
     tokens = route_tokens[routes]
     weights = np.where(is_padding, np.float32(0), route_weights[routes])
     summed_tokens, summed_routes = _by_token(tokens, np.flatnonzero(~is_padding))
-    return _Batch(first, stop, num_routes, tokens, summed_tokens, summed_routes, weights)
+    groups = [piece.group for piece in pieces]
+    return _Batch(groups, num_routes, tokens, summed_tokens, summed_routes, weights)
 
 
 def _by_token(

@@ -19,9 +19,10 @@ from gpu_worker.device.torch_slot_experts import TorchSlotExperts
 from shared.gguf.model import GGUFModel
 from shared.gguf.types import tensor_type_named
 from shared.native.team import Team
-from shared.quants import block_format, decode_rows
+from shared.quants import SUPPORTED, block_format, decode_rows
 from shared.work_slots import PARTS
 from tests.support.kernels import using_kernels
+from tests.support.meta_memory import MetaMemory
 from tests.support.quant_blocks import random_rows
 
 # A thread that never returns from native code can only be ended with its process.
@@ -156,11 +157,13 @@ def work(sizes: dict[int, int], num_tokens: int, seed: int = 0) -> Work:
     )
 
 
-# One token as in decoding; some tokens; a group too large to be padded beside small and empty ones.
+# One token as in decoding; some tokens; a group too large to be padded beside small and empty ones; more
+# routes than one wave has, with groups in two and in three of them.
 WORKS = {
     "one token": lambda: work(dict.fromkeys(range(10), 1), num_tokens=1),
     "window": lambda: work({0: 3, 2: 1, 3: 5, 7: 2, 11: 5}, num_tokens=5),
     "chunk": lambda: work({0: 40, 1: 0, 2: 33, 3: 32, 4: 1, 5: 0, 6: 0, 9: 60}, num_tokens=60),
+    "waves": lambda: work({0: 300, 1: 700, 3: 0, 4: 500, 5: 1, 8: 36}, num_tokens=700),
     "nothing": lambda: work({4: 0}, num_tokens=3),
 }
 
@@ -184,6 +187,7 @@ def test_torch_in_small_pieces(case: Case, name: str, monkeypatch: pytest.Monkey
     """Memory for two experts' matrices at a time, and hardly any padding."""
     monkeypatch.setattr(torch_slot_experts, "DECODED_BYTES", 2 * HIDDEN * WIDTH * 4)
     monkeypatch.setattr(torch_slot_experts, "_MOST_PADDED_ROUTES", 2)
+    monkeypatch.setattr(torch_slot_experts, "_MOST_ROUTES", 37)
     done = WORKS[name]()
     experts = TorchSlotExperts(case.model, 1, torch.device("cpu"))
     assert_close(done.on(experts, case), done.in_float64(case), 1e-5)
@@ -225,6 +229,45 @@ def test_nothing_is_read_back(case: Case, name: str) -> None:
     slots = case.slots(experts, "meta", done.numbers)
     x = torch.from_numpy(done.x).to("meta")
     experts.compute(0, slots, done.starts, done.tokens, done.weights, x, torch.empty_like(x))
+
+
+def of_real_size(type_name: str) -> GGUFModel:
+    """A layer of the real model's shape, as far as layouts are made from it."""
+    hidden, width, infos = 2560, 640, {}
+    for part, num_rows, num_columns in (
+        ("gate", width, hidden),
+        ("up", width, hidden),
+        ("down", hidden, width),
+    ):
+        kind = tensor_type_named(type_name)
+        if num_columns % kind.block_size:
+            kind = tensor_type_named("IQ4_NL")
+        infos[f"blk.0.ffn_{part}_exps.weight"] = SimpleNamespace(
+            type=kind, shape=(512, num_rows, num_columns)
+        )
+    return cast("GGUFModel", SimpleNamespace(info=infos.__getitem__))
+
+
+@pytest.mark.parametrize("type_name", SUPPORTED)
+def test_memory_for_work(type_name: str) -> None:
+    """What is set aside for it is enough, and not many times too much, for one token and for large chunks."""
+    nowhere = torch.device("meta")
+    experts = TorchSlotExperts(of_real_size(type_name), 1, nowhere)
+    slot = torch.empty(experts.slot_bytes(0), dtype=torch.uint8, device=nowhere)
+    for num_tokens, sizes in (
+        (1, 10 * [1]),
+        (32, 30 * [32]),
+        (600, [32] * 40 + [600]),
+        (8192, [8192, 31, 8192, 1, 300]),
+    ):
+        done = work(dict(enumerate(sizes)), num_tokens)
+        x = torch.empty(num_tokens, 2560, device=nowhere)
+        out = torch.empty_like(x)
+        with MetaMemory() as memory:
+            slots = [slot] * len(sizes)
+            experts.compute(0, slots, done.starts, done.tokens, done.weights, x, out)
+        limit = experts.work_bytes(num_tokens)
+        assert limit / 3 <= memory.peak_bytes <= limit, (num_tokens, memory.peak_bytes / limit)
 
 
 Make = Callable[[Case], DeviceExperts]
@@ -292,6 +335,17 @@ def test_repeatable(experts: DeviceExperts, floats: Case) -> None:
     assert done.on(experts, floats).tobytes() == done.on(experts, floats).tobytes()
 
 
+def test_threads_and_sizes_do_not_change_a_bit(case: Case) -> None:
+    """The same bits for any number of threads, and whatever a team's memory was used for before."""
+    alone, teams = {}, [Team(1), Team(2), Team(5)]
+    for team in teams:
+        experts = CpuSlotExperts(case.model, 1, team)
+        for name in ("window", "one token", "waves", "nothing", "one token", "chunk", "window"):
+            got = WORKS[name]().on(experts, case).tobytes()
+            assert alone.setdefault(name, got) == got
+        team.close()
+
+
 def test_arguments_that_do_not_fit(experts: DeviceExperts, floats: Case) -> None:
     """Compiled code and devices check no bounds, so these are refused before."""
     x = torch.zeros(4, HIDDEN)
@@ -305,7 +359,10 @@ def test_arguments_that_do_not_fit(experts: DeviceExperts, floats: Case) -> None
         ((slots, [0, 4, 3], tokens, weights, x, x), "not in order"),
         ((slots, starts, tokens + 4, weights, x, x), "4 to 4 of 4"),
         ((slots, starts, tokens - 1, weights, x, x), "-1 to -1 of 4"),
-        ((slots, starts, tokens, weights[:2], x, x), "routes"),
+        ((slots, starts, tokens, weights[:2], x, x), "of 3 routes"),
+        ((slots, starts, tokens, weights.astype(np.float64), x, x), "weights float64"),
+        ((slots, starts, tokens, weights, x, x.double()), "float64"),
+        ((slots, starts, tokens, weights, x, torch.zeros(HIDDEN, 4).T), "width of 512"),
         ((slots, starts, tokens.astype(np.int64), weights, x, x), "int64"),
         (([slots[0], slots[1][:-256]], starts, tokens, weights, x, x), "a slot of"),
     ):

@@ -1,11 +1,20 @@
 """Tensors on their way between the device and host memory."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from gpu_worker.device.host_memory import host_tensor, side_by_side, to_device, to_host
+from gpu_worker.device.host_memory import (
+    host_tensor,
+    lock_pages,
+    side_by_side,
+    to_device,
+    to_host,
+    unlock_pages,
+)
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -62,3 +71,44 @@ def test_memory_that_is_read_only() -> None:
     tensor = host_tensor(array)
     assert tensor.data_ptr() == array.ctypes.data
     assert tensor.tolist() == list(range(100))
+
+
+class _Cudart:
+    """The driver's answers to what is registered."""
+
+    class cudaError:
+        success = 0
+
+    def __init__(self, error: int) -> None:
+        self._error = error
+        self.registered: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.registered.append((address, num_bytes))
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered = [entry for entry in self.registered if entry[0] != address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"error {error}"
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_locking_pages(error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The driver is told where the array lies; where it refuses, that is said, with the remedy, and the error
+    that it keeps is cleared by a kernel."""
+    cudart, array, kernels = _Cudart(error), np.zeros(3 * 2**20, np.uint8), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda torch_device: nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: kernels.append(kwargs["device"]))
+    device = torch.device("cuda")
+    assert lock_pages(array, device) == (error == 0)
+    assert cudart.registered == [(array.ctypes.data, array.nbytes)]
+    assert len(kernels) == (error != 0)
+    assert ("3.0 MiB of RAM could not be registered with the CUDA driver (error 2)" in caplog.text) == (
+        error != 0
+    )
+    unlock_pages(array, device)
+    assert not cudart.registered
