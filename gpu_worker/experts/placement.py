@@ -169,7 +169,11 @@ def open_placement(
     if (learned := store.load()) is not None:
         hotness.start_from(learned)
     order = profile.fill_order(hotness.long_counts)
-    budget_bytes = None if is_played else _room(settings, model, config, device) - landing_bytes
+    experts = device.experts(config)
+    budget_bytes = None
+    if not is_played:
+        work_bytes = experts.work_bytes(settings.prefill_stream_min + settings.parallel)
+        budget_bytes = _room(settings, model, config, device, work_bytes) - landing_bytes
     if budget_bytes is not None and budget_bytes < int(blob_bytes.max()):
         message = (
             f"{max(0, budget_bytes) / 2**20:.0f} MiB of {device.torch_device} memory are left for experts, "
@@ -194,7 +198,6 @@ def open_placement(
         table = ResidencyTable(layers, config.num_layers, config.num_experts)
         # Compiled now, not when the first worker is there.
         LayerPlanner(table, hotness, hotness.num_used, 1)
-        experts = device.experts(config)
         cache = ExpertCache(memory, experts, table, layers, chosen, settings.watchdog_s, _has_ram)
         rules = WayRules(
             stream_min=settings.prefill_stream_min,
@@ -237,8 +240,11 @@ def wants_experts(settings: GpuWorkerConfig, torch_device: torch.device) -> bool
     return torch_device.type != "cpu" if asked is None else asked > 0
 
 
-def _room(settings: GpuWorkerConfig, model: GGUFModel, config: Qwen4ExpConfig, device: Device) -> int:
-    """Bytes of the device for slots, now that dense weights are on it."""
+def _room(
+    settings: GpuWorkerConfig, model: GGUFModel, config: Qwen4ExpConfig, device: Device, work_bytes: int
+) -> int:
+    """Bytes of the device for slots, now that dense weights are on it; `work_bytes` is what computing experts
+    takes beside."""
     unlimited = device.memory(1 << 62)
     free_bytes = unlimited.free_bytes()
     unlimited.close()
@@ -254,4 +260,5 @@ def _room(settings: GpuWorkerConfig, model: GGUFModel, config: Qwen4ExpConfig, d
         kv_grow=settings.kv_grow,
         reserve=settings.vram_reserve_mib << 20,
     )
-    return free_bytes - needs.total
+    # Products of dense weights and experts are not computed at the same time.
+    return free_bytes - needs.total - max(0, work_bytes - needs.buffers)

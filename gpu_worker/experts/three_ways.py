@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.device.host_memory import to_host
 from gpu_worker.experts.counts import ExpertCounts, Way
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.experts.placement import ExpertPlacement
@@ -140,18 +141,19 @@ class ThreeWays:
         self._cache.pump()
         if self._streams:
             self._transfers.pump()
-        self._layer = layer
-        plan = self._plan = self._planner.plan(layer, self._on_host(expert_ids), self._ticket, self._rules)
-        counts = self.counts
+        host_ids, host_weights, *host_x = self._on_host(x, expert_ids, weights)
+        ids: NDArray[np.int32] = host_ids.numpy()
+        plan = self._plan = self._planner.plan(layer, ids, self._ticket, self._rules)
+        self._layer, self._x, self._weights = layer, x, host_weights.reshape(-1).numpy()
+        self._cpu_ticket = None
         if plan.num_cpu_groups:
-            self._cpu_ticket = self._cpu.submit(layer, x, torch.from_numpy(plan.cpu_ids), weights)
-        else:
-            self._cpu_ticket = None
+            self._cpu_ticket = self._cpu.submit(
+                layer, host_x[0], torch.from_numpy(plan.cpu_ids), host_weights
+            )
         self._began, self._moved_bytes = time.perf_counter(), self._transfers.moved_bytes
         if plan.num_transfer_groups and not self._streams:
             self._transfers.ask(layer, plan.group_experts[plan.num_device_groups :].tolist())
-        counts.add_ways(plan.token_device_routes, plan.token_transfer_routes, plan.token_skipped_routes)
-        self._x, self._weights = x, weights.reshape(-1).cpu().numpy()
+        self.counts.add_ways(plan.token_device_routes, plan.token_transfer_routes, plan.token_skipped_routes)
         self._out = torch.zeros_like(x)
         if plan.num_device_groups:
             self._compute_hits(plan)
@@ -175,13 +177,17 @@ class ThreeWays:
             self._placement.link_share.note_cpu(num_bytes, self._cpu.computed_s - computed_s)
         return self._out.add_(sums) if plan.num_groups else sums
 
-    def _on_host(self, expert_ids: Tensor) -> NDArray[np.int32]:
-        if expert_ids.device.type != "cpu":
-            started = time.perf_counter()
-            expert_ids = expert_ids.to("cpu", torch.int32)
+    def _on_host(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> list[Tensor]:
+        """The routes in host memory, and x too where the CPU may compute; in one copy, which is what this
+        thread waits for the device with."""
+        started = time.perf_counter()
+        wanted = [expert_ids.to(torch.int32), weights]
+        if not self._streams:
+            wanted.append(x)
+        found = to_host(wanted)
+        if x.device.type != "cpu":
             self.device_waited_s += time.perf_counter() - started
-        ids: NDArray[np.int32] = expert_ids.numpy()
-        return ids if ids.dtype == np.int32 else ids.astype(np.int32)
+        return found
 
     def _compute_hits(self, plan: LayerPlan) -> None:
         started = time.perf_counter()
