@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.in_process import InProcessModel
-from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.model.batch import Batch
 from gpu_worker.ngram_way import StagedFeatures
@@ -21,7 +20,7 @@ from shared.errors import GenerationError, StepStalledError, WorkerFailedError
 from shared.gguf.model import GGUFModel
 from shared.ring import RingClient, SlotError
 from shared.work_slots import expert_ring, ngram_ring
-from tests.support.expert_ring import CPU, open_ring, served, served_experts, served_features
+from tests.support.expert_ring import CPU, cpu_way, open_ring, served, served_experts, served_features
 from tests.support.model_cases import CASES
 from tests.support.prepared import Prepared
 
@@ -132,7 +131,7 @@ def waiting(prepare: Callable[[str], Prepared]) -> Iterator[tuple[InProcessModel
 
 def step(model: InProcessModel, ring: RingClient, timeout_s: float) -> CpuExperts:
     """A step of three tokens, whose experts are behind the ring."""
-    experts = CpuExperts(ring, CPU, timeout_s, ExpertFiles.of(model.file, model.config.num_layers))
+    experts = cpu_way(ring, model.file, timeout_s)
     model.experts = experts  # type: ignore[assignment]
     model.step([(model.new_sequence(), [1, 2, 3])])
     return experts
@@ -141,7 +140,7 @@ def step(model: InProcessModel, ring: RingClient, timeout_s: float) -> CpuExpert
 def test_silence_is_a_stall(waiting: tuple[InProcessModel, RingClient]) -> None:
     """With the words of the way in Python; the time counts as waited for."""
     model, ring = waiting
-    experts = CpuExperts(ring, CPU, 0.05, ExpertFiles.of(model.file, model.config.num_layers))
+    experts = cpu_way(ring, model.file, 0.05)
     model.experts = experts  # type: ignore[assignment]
     started = time.monotonic()
     with pytest.raises(
@@ -223,7 +222,6 @@ def test_waiting_for_a_free_slot_counts(waiting: tuple[InProcessModel, RingClien
     for _ in range(ring.shape.num_slots):
         ring.next_slot(1, "cpu_worker")
         ring.submit()
-    files = ExpertFiles.of(model.file, model.config.num_layers)
 
     def compute(experts: CpuExperts) -> None:
         if natively:
@@ -233,7 +231,7 @@ def test_waiting_for_a_free_slot_counts(waiting: tuple[InProcessModel, RingClien
             x, routes = torch.ones((3, model.config.hidden)), (3, model.config.num_experts_used)
             experts.submit(0, x, torch.zeros(routes, dtype=torch.int32), torch.zeros(routes))
 
-    impatient, patient = CpuExperts(ring, CPU, 0.05, files), CpuExperts(ring, CPU, 60, files)
+    impatient, patient = cpu_way(ring, model.file, 0.05), cpu_way(ring, model.file, 60)
     with pytest.raises(StepStalledError):
         compute(impatient)
     assert impatient.waited_s >= 0.05

@@ -16,8 +16,6 @@ import pytest
 import torch
 
 from gpu_worker.engine import AttachRing, DetachRing
-from gpu_worker.experts.counts import ExpertFiles
-from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.experts.staging import Staging
 from gpu_worker.peers import PeerListener
 from shared.demo_model import DEMO_MODEL_PATH
@@ -28,7 +26,8 @@ from shared.link import Identity, LinkServer
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.ring import RingClient
 from shared.run_directory import Role, RunDirectory
-from shared.work_slots import PARTS
+from shared.work_slots import PARTS, RingTokens
+from tests.support.expert_ring import cpu_way
 from tests.support.link_sides import QUICK, living, running
 from tests.support.stack import START_TIMEOUT_S, Stack, stack_files
 from tests.support.tiny_model import tiny_model
@@ -64,7 +63,7 @@ async def played(stack: Stack, file: GGUFModel, config: Qwen4ExpConfig) -> Async
     directory, commands = RunDirectory(stack.run_dir), Commands()
     place_bytes = BlobLayout(file, config.num_layers).largest_place_bytes
     engine: Any = commands
-    peers = PeerListener(config, 8, INCARNATION, engine, lambda: None, NUM_PLACES, place_bytes)
+    peers = PeerListener(config, RingTokens(8, 8), INCARNATION, engine, lambda: None, NUM_PLACES, place_bytes)
     identity = Identity(Role.GPU_WORKER, INCARNATION, file.fingerprint(), os.getpid())
     link = LinkServer(identity, directory, [Role.CPU_WORKER, Role.STAGER], peers, QUICK)
     with living(directory, Role.GPU_WORKER, INCARNATION):
@@ -167,7 +166,7 @@ def test_experts_of_a_pool(unstarted: Stack) -> None:
                 rings[attached.role] = attached
             ring = rings[Role.CPU_WORKER].ring
             assert ring is not None
-            experts = CpuExperts(ring, torch.device("cpu"), 60, ExpertFiles.of(file, config.num_layers))
+            experts = cpu_way(ring, file, 60)
             used = list(range(config.num_experts_used))
             ids = torch.tensor([used], dtype=torch.int32)
             x, weights = torch.ones((1, config.hidden)), torch.ones((1, len(used)))

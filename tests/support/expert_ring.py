@@ -10,7 +10,7 @@ import torch
 from cpu_worker.expert_layer import ExpertLayer
 from cpu_worker.native_slots import NativeExperts
 from cpu_worker.worker import ExpertService
-from gpu_worker.experts.counts import ExpertFiles
+from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.ngram_way import StagedFeatures
 from shared.gguf.model import GGUFModel
@@ -51,6 +51,13 @@ def served(
         server.close()
 
 
+def cpu_way(client: RingClient, file: GGUFModel, timeout_s: float) -> CpuExperts:
+    """The way to a cpu_worker through its ring, with counts for the tokens that fit into it."""
+    _, (max_tokens, _) = client.shape.arrays["activations"]
+    num_layers = read_model_config(file).num_layers
+    return CpuExperts(client, CPU, timeout_s, ExpertCounts(ExpertFiles.of(file, num_layers), max_tokens))
+
+
 @contextmanager
 def served_experts(file: GGUFModel, max_tokens: int, *, natively: bool) -> Iterator[CpuExperts]:
     """The way to a cpu_worker that computes all layers of a model."""
@@ -59,7 +66,7 @@ def served_experts(file: GGUFModel, max_tokens: int, *, natively: bool) -> Itera
     with open_ring(expert_ring(config, max_tokens)) as client:
         native = NativeExperts(layers, team) if natively else None
         with served(client, ExpertService(layers, team), native):
-            yield CpuExperts(client, CPU, 60, ExpertFiles.of(file, config.num_layers))
+            yield cpu_way(client, file, 60)
 
 
 @contextmanager
