@@ -6,7 +6,7 @@ buffer is written again only after what was computed from it has finished (*used
 copy has (*copied*); both are events of the device, so that copies overlap with what is computed meanwhile.
 
 What a chunk of a prompt streams through the device takes this way too, with more buffers
-(`gpu_worker.experts.prefill_stream`).
+(`gpu_worker.experts.three_ways`).
 """
 
 import contextlib
