@@ -141,7 +141,9 @@ class ThreeWays:
         if self._streams:
             self._transfers.pump()
         self._layer = layer
-        plan = self._plan = self._planner.plan(layer, self._on_host(expert_ids), self._ticket, self._rules)
+        plan = self._plan = self._planner.plan(
+            layer, self._on_host(expert_ids), self._ticket, self._rules, is_prompt=not self._is_window
+        )
         counts = self.counts
         if plan.num_cpu_groups:
             self._cpu_ticket = self._cpu.submit(layer, x, torch.from_numpy(plan.cpu_ids), weights)

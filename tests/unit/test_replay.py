@@ -89,6 +89,19 @@ def test_prompts_are_counted_apart_and_move_nothing() -> None:
     assert (replay.decode.num_steps, replay.decode.shares["device"], replay.num_swaps) == (1, 1, 2)
 
 
+def test_a_step_with_a_prompt_is_no_window() -> None:
+    """As in the engine, whatever else is decoded in it: no round follows, no rate is noted, and nothing is
+    left out. It is streamed by its prompt, not by its size."""
+    replay = replay_of(adapt_every=1, prefill_stream_min=3, route_tail_skip=1, pcie_frac=0.0)
+    for _ in range(3):
+        replay.step(TraceStep(ids_of([5, 6], [7, 6], [5, 7], [5, 6])[None], 2))
+    assert (replay.decode.num_steps, replay.num_swaps) == (0, 0)
+    assert replay.prefill.shares == {"device": 0, "transferred": 0, "cpu": 1, "skipped": 0}
+    replay.step(window(*[[6, 5]] * 10))
+    assert replay.decode.shares == {"device": 0, "transferred": 0, "cpu": 0.5, "skipped": 0.5}
+    assert replay.num_swaps == 2
+
+
 def test_large_prompts_are_streamed() -> None:
     """All that is not resident is transferred, wanted or not."""
     replay = replay_of("static", prefill_stream_min=2)
