@@ -9,12 +9,13 @@ import pytest
 from numpy.typing import NDArray
 
 from shared.cli import main
+from shared.demo_model import DEMO_MODEL_PATH, DEMO_TRACE_PATH
 from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.placement import profile
 from shared.placement.replay import Replay, Scenario
-from shared.placement.trace import TraceHeader, TraceStep, TraceWriter
+from shared.placement.trace import TraceHeader, TraceReader, TraceStep, TraceWriter
 from tests.support.placement import ids_of
 from tests.support.tiny_model import tiny_model
 
@@ -150,6 +151,30 @@ def test_simulate_as_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert min(scenario["decode"]["shares"].values()) > 0
     assert scenario["hit_rate"] == pytest.approx(scenario["decode"]["shares"]["device"])
     assert scenario["pcie_frac"] == 0.5
+
+
+def test_simulate_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that is shipped: whoever tries the command sees what exchanges are good for. Its topics are
+    different enough that what is used by one is not all that another needs."""
+    assert simulate("--policy", "static,adaptive,lru", "--slots", "50%,100%", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    for scenario in shown["scenarios"]:
+        assert (scenario["decode"]["num_steps"], scenario["prefill"]["num_steps"]) == (1610, 133)
+        assert sum(scenario["decode"]["shares"].values()) == pytest.approx(1)
+    half, whole = shown["scenarios"][:3], shown["scenarios"][3:]
+    assert [scenario["hit_rate"] for scenario in whole] == [1, 1, 1]
+    static, adaptive, lru = (scenario["hit_rate"] for scenario in half)
+    assert 0.4 < static < 0.55
+    assert static + 0.1 < lru < adaptive < 0.9
+
+
+def test_the_shipped_trace_is_of_the_shipped_model() -> None:
+    """After a new model it has to be recorded anew: `python -m tools.demo_model.record_trace`."""
+    with GGUFModel(DEMO_MODEL_PATH) as model, TraceReader(DEMO_TRACE_PATH) as reader:
+        config = read_model_config(model)
+        identity = profile.model_identity(model, config)
+        assert reader.header == TraceHeader.of(identity, config.num_experts_used)
+    assert DEMO_TRACE_PATH.stat().st_size <= 300_000
 
 
 def test_simulate_from_a_profile(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
