@@ -197,8 +197,11 @@ def _table(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
-class _SlotCount:
-    """A number of slots, or a percentage of all experts."""
+class SlotCount:
+    """A number of slots, or a percentage of all experts; called with how many these are, the number.
+
+    Raises ArgumentTypeError for a text that is neither.
+    """
 
     def __init__(self, text: str) -> None:
         number = text.removesuffix("%")
@@ -216,8 +219,8 @@ class _SlotCount:
         return round(self._number * num_pairs / 100) if self._is_share else int(self._number)
 
 
-def _slots(text: str) -> tuple[_SlotCount, ...]:
-    return tuple(_SlotCount(part) for part in text.split(","))
+def _slots(text: str) -> tuple[SlotCount, ...]:
+    return tuple(SlotCount(part) for part in text.split(","))
 
 
 def _policies(text: str) -> tuple[str, ...]:
