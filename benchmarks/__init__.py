@@ -4,6 +4,7 @@
 - `python -m benchmarks.kernels`: products of quantised matrices on one core.
 - `python -m benchmarks.cold_start`: the first token where rows of the n-gram table are on the disk.
 - `python -m benchmarks.low_memory`: decoding in half the memory that the model takes.
+- `python -m benchmarks.expert_cache`: experts found in slots of the device, as the topic changes.
 - `python -m benchmarks.step_profile`: where the time of a decoded token goes.
 - `python -m benchmarks.disk_limit`: random pages that the disk reads in a second.
 - `python -m benchmarks.slices`: writes the models that they are run on.

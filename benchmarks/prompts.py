@@ -19,3 +19,7 @@ class Prompts:
     def draw(self, num_tokens: int) -> list[int]:
         """One prompt."""
         return [int(token_id) for token_id in self._rng.choice(self._ordinary, num_tokens)]
+
+    def draw_distinct(self, num_tokens: int) -> list[int]:
+        """Tokens of which none comes twice. Raises ValueError where there are not as many."""
+        return [int(token_id) for token_id in self._rng.choice(self._ordinary, num_tokens, replace=False)]

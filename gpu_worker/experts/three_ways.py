@@ -143,7 +143,9 @@ class ThreeWays:
             self._transfers.pump()
         host_ids, host_weights, *host_x = self._on_host(x, expert_ids, weights)
         ids: NDArray[np.int32] = host_ids.numpy()
-        plan = self._plan = self._planner.plan(layer, ids, self._ticket, self._rules)
+        plan = self._plan = self._planner.plan(
+            layer, ids, self._ticket, self._rules, is_prompt=not self._is_window
+        )
         self._layer, self._x, self._weights = layer, x, host_weights.reshape(-1).numpy()
         self._cpu_ticket = None
         if plan.num_cpu_groups:

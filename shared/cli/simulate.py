@@ -2,7 +2,7 @@
 
 Every policy is tried with every number of slots. Tables, plans and policies are the engine's own; rates of
 the link and the CPU are assumed, and a swap's load takes a window. Shares are of all routes, and add up to
-100 %.
+100 %. Without a trace it is the one that comes with the demo model.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from shared.cli.progress import ProgressLine
 from shared.config import SWAP_POLICIES
+from shared.demo_model import DEMO_TRACE_PATH
 from shared.errors import ConfigError
 from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
@@ -33,7 +34,15 @@ _HEADER = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `strata simulate`."""
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="what --record-routing has written")
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        type=Path,
+        default=DEMO_TRACE_PATH,
+        help="what --record-routing has written (default: the one that comes with the demo model, 1610 "
+        "windows about four topics)",
+    )
     parser.add_argument(
         "--policy",
         type=_policies,
@@ -188,8 +197,11 @@ def _table(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
-class _SlotCount:
-    """A number of slots, or a percentage of all experts."""
+class SlotCount:
+    """A number of slots, or a percentage of all experts; called with how many these are, the number.
+
+    Raises ArgumentTypeError for a text that is neither.
+    """
 
     def __init__(self, text: str) -> None:
         number = text.removesuffix("%")
@@ -207,8 +219,8 @@ class _SlotCount:
         return round(self._number * num_pairs / 100) if self._is_share else int(self._number)
 
 
-def _slots(text: str) -> tuple[_SlotCount, ...]:
-    return tuple(_SlotCount(part) for part in text.split(","))
+def _slots(text: str) -> tuple[SlotCount, ...]:
+    return tuple(SlotCount(part) for part in text.split(","))
 
 
 def _policies(text: str) -> tuple[str, ...]:

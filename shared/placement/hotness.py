@@ -1,7 +1,7 @@
 """How much each expert is used: for a while, for exchanges; and for long, for the profile.
 
 Routes of steps are gathered as they are planned (`shared.placement.planner`), and counted when somebody wants
-to know. Gathering apart what large steps bring is what keeps prompts in bounds: all prompts between two
+to know. Gathering apart what steps of prompts bring is what keeps these in bounds: all prompts between two
 counts together weigh as much as `MOST_PROMPT_TOKENS`, however long they are and into however many chunks they
 were divided, since the experts of a prompt need not be those of its answer.
 """
@@ -9,10 +9,10 @@ were divided, since the experts of a prompt need not be those of its answer.
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_PROMPT_TOKENS = 32
-"""Tokens of a step from which on it is one of a prompt, and as how many tokens all prompts between two counts
-weigh at most. Windows of decoding are smaller. Half of what is counted is forgotten within 8 of them (two
-rounds of `AdaptivePolicy`), so a prompt weighs about as much as all that is remembered of an answer."""
+MOST_PROMPT_TOKENS = 4
+"""As how many tokens all prompts between two counts weigh at most: as the 4 windows of a round of
+`AdaptivePolicy` do. Chosen by replays (docs/decisions/placement-in-shared.md): where prompts need other
+experts than answers, more would leave an answer's experts outside."""
 _REMEMBERED_TOKENS = 100_000
 """The profile is about so many tokens, and those before weigh less and less."""
 _START_TOKENS = 13
@@ -36,7 +36,7 @@ class Hotness:
         """Uses that are remembered for long, as of the last `settle`: the profile."""
         self.last_used: NDArray[np.int64] = np.full(shape, -1, np.int64)
         """int64 [layers, experts]: the last ticket that used the expert, -1 for none."""
-        # Routes since the last count, of small steps and of large ones, and the tokens of the latter.
+        # Routes since the last count, of windows and of steps with prompts, and the tokens of the latter.
         self.window_routes: Counts = np.zeros(shape, np.float32)
         self.prompt_routes: Counts = np.zeros(shape, np.float32)
         self.prompt_tokens: NDArray[np.int64] = np.zeros(num_layers, np.int64)
@@ -48,11 +48,12 @@ class Hotness:
         shares = np.divide(profile, totals, out=np.zeros(profile.shape), where=totals > 0)
         self.counts[:] = shares * (_START_TOKENS * self.num_used)
 
-    def add(self, layer: int, expert_ids: NDArray[np.int32], ticket: int) -> None:
-        """Routes of a step that was not planned: int32 [tokens, k], negative ones left out."""
+    def add(self, layer: int, expert_ids: NDArray[np.int32], ticket: int, *, is_prompt: bool = False) -> None:
+        """Routes of a step that was not planned: int32 [tokens, k], negative ones left out. `is_prompt`:
+        whether there are tokens of prompts among them."""
         chosen = expert_ids[expert_ids >= 0]
         routes = np.bincount(chosen, minlength=self.counts.shape[1])
-        if len(expert_ids) > MOST_PROMPT_TOKENS:
+        if is_prompt:
             self.prompt_routes[layer] += routes
             self.prompt_tokens[layer] += len(expert_ids)
         else:

@@ -13,7 +13,6 @@ from numba.core import types
 
 from shared.native.memory import floats_at, ids_at, integers_at
 from shared.native.records import fields, reader
-from shared.placement.hotness import MOST_PROMPT_TOKENS
 from shared.placement.layer_plan import CPU, DEVICE, NUM_WAYS, SKIPPED, TRANSFER
 from shared.quants.jit import INTEGER, compile_kernel, jitable
 
@@ -166,7 +165,7 @@ def _write_groups(address: int, layer: int) -> None:
 
 
 @jitable
-def _write_routes(address: int, layer: int, expert_ids: Any) -> None:
+def _write_routes(address: int, layer: int, expert_ids: Any, is_prompt: int) -> None:
     """Writes the routes of the groups and of the CPU, and gathers all for the count of uses."""
     plan = _plan_at(address)
     num_tokens, num_ranks = expert_ids.shape
@@ -175,7 +174,6 @@ def _write_routes(address: int, layer: int, expert_ids: Any) -> None:
     on_device, max_tokens = ids_at(plan.token_routes), plan.max_tokens
     transferred = ids_at(plan.token_routes + 4 * max_tokens)
     skipped = ids_at(plan.token_routes + 8 * max_tokens)
-    is_prompt = num_tokens > MOST_PROMPT_TOKENS
     gathered = plan.prompt_routes if is_prompt else plan.window_routes
     uses = floats_at(gathered + 4 * layer * plan.num_experts)
     if is_prompt:
@@ -215,6 +213,7 @@ def _plan_layer(
     transfer_share: float,
     most_transfers: int,
     skip_rank: int,
+    is_prompt: int,
 ) -> int:
     plan = _plan_at(address)
     num_tokens, num_ranks = expert_ids.shape
@@ -235,13 +234,14 @@ def _plan_layer(
     if num_transfers > 0:
         _choose_transfers(address, num_transfers)
     _write_groups(address, layer)
-    _write_routes(address, layer, expert_ids)
+    _write_routes(address, layer, expert_ids, is_prompt)
     return 0
 
 
 @functools.cache
-def plan_layer_kernel() -> Callable[[int, int, Any, int, float, int, int], int]:
-    """`plan(PLAN address, layer, expert ids, ticket, share, most transfers, skip rank)`: 0, or a refusal."""
+def plan_layer_kernel() -> Callable[[int, int, Any, int, float, int, int, int], int]:
+    """`plan(PLAN address, layer, expert ids, ticket, share, most transfers, skip rank, is a prompt)`: 0, or a
+    refusal."""
     routes = types.Array(types.int32, 2, "C", readonly=True)
-    kinds = INTEGER, INTEGER, routes, INTEGER, types.float64, INTEGER, INTEGER
+    kinds = INTEGER, INTEGER, routes, INTEGER, types.float64, INTEGER, INTEGER, INTEGER
     return compile_kernel(_plan_layer, "plan_layer", *kinds)

@@ -87,9 +87,18 @@ class LayerPlanner:
         self._address = address_of(self._record)
         self._run = plan_layer_kernel()
 
-    def plan(self, layer: int, expert_ids: NDArray[np.int32], ticket: int, rules: PlanRules) -> LayerPlan:
+    def plan(
+        self,
+        layer: int,
+        expert_ids: NDArray[np.int32],
+        ticket: int,
+        rules: PlanRules,
+        *,
+        is_prompt: bool = False,
+    ) -> LayerPlan:
         """The ways of a layer's routes. `expert_ids`: int32 [tokens, num_used], contiguous, each token's best
         expert first; negative ones are nobody's. Slots that are used get the ticket as a mark of reading.
+        `is_prompt`: whether there are tokens of prompts in the step, whose uses weigh less (`Hotness`).
 
         Raises ValueError for a layer or an expert that there is not, too many tokens, or a ticket whose work
         has ended; nothing is marked then.
@@ -103,6 +112,7 @@ class LayerPlanner:
             rules.transfer_share,
             rules.most_transfers,
             rules.skip_rank,
+            int(is_prompt),
         )
         if refusal:
             raise self._refused(refusal, layer, expert_ids)

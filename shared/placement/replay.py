@@ -1,7 +1,8 @@
 """Replays a trace of routes: what would have been where, had the model run with other slots and rules.
 
 The table, plans, policies and shares are those of the engine; what is made up is time. A load that is
-begun after a window takes so many windows, and rates of the link and the CPU are given.
+begun after a window takes so many windows, and rates of the link and the CPU are given. Slots are not lent to
+prompts.
 """
 
 import math
@@ -84,9 +85,9 @@ class Replay:
         self._hotness = Hotness(*shape, header.num_used)
         if profile is not None:
             self._hotness.start_from(profile)
-        # Larger steps are streamed.
-        most_tokens = max(1, scenario.prefill_stream_min - 1)
-        self._planner = LayerPlanner(self.table, self._hotness, header.num_used, most_tokens)
+        self._num_used = header.num_used
+        self._most_tokens = 0
+        self._planner = self._planner_for(scenario.prefill_stream_min)
         self._policy = policy_named(
             scenario.policy,
             self._hotness,
@@ -104,12 +105,13 @@ class Replay:
         self._window_routes: list[tuple[int, int]] = []
 
     def step(self, step: TraceStep) -> None:
-        """The next one. One with prompt tokens is counted as a prompt's, whatever else is decoded in it."""
+        """The next one. One with prompt tokens is a prompt's, whatever else is decoded in it; the others are
+        windows."""
         tally = self.prefill if step.num_prefill_tokens else self.decode
         before = tally.routes.copy()
         tally.num_steps += 1
         tally.num_tokens += step.num_tokens
-        if step.num_tokens >= self.scenario.prefill_stream_min:
+        if step.num_prefill_tokens >= self.scenario.prefill_stream_min:
             self._stream(step, tally)
         else:
             self._plan(step, tally)
@@ -117,15 +119,16 @@ class Replay:
         if not step.num_prefill_tokens:
             routes = tally.routes - before
             self._window_routes.append((int(routes[DEVICE]), int(routes.sum())))
-        if step.num_tokens > step.num_prefill_tokens:
             self._end_window()
         self._ticket += 1
 
     def _plan(self, step: TraceStep, tally: Tally) -> None:
-        skip_rank = skip_rank_at(self.table.coverage, self.scenario.route_tail_skip)
+        is_prompt = step.num_prefill_tokens > 0
+        skip_rank = 0 if is_prompt else skip_rank_at(self.table.coverage, self.scenario.route_tail_skip)
         rules = PlanRules(self.link_share.share, skip_rank=skip_rank)
+        planner = self._planner_for(step.num_tokens)
         for layer, expert_ids in enumerate(step.expert_ids):
-            plan = self._planner.plan(layer, expert_ids, self._ticket, rules)
+            plan = planner.plan(layer, expert_ids, self._ticket, rules, is_prompt=is_prompt)
             tally.routes += (
                 plan.num_device_routes,
                 plan.num_transfer_routes,
@@ -135,8 +138,15 @@ class Replay:
             blob_bytes = int(self._blob_bytes[layer])
             transferred, computed = plan.num_transfer_groups * blob_bytes, plan.num_cpu_groups * blob_bytes
             tally.transfer_bytes += transferred
-            self.link_share.note_transfers(transferred, transferred / self.scenario.link_gb_s / _GIGA)
-            self.link_share.note_cpu(computed, computed / self.scenario.cpu_gb_s / _GIGA)
+            if not is_prompt:
+                self.link_share.note_transfers(transferred, transferred / self.scenario.link_gb_s / _GIGA)
+                self.link_share.note_cpu(computed, computed / self.scenario.cpu_gb_s / _GIGA)
+
+    def _planner_for(self, num_tokens: int) -> LayerPlanner:
+        if num_tokens > self._most_tokens:
+            self._most_tokens = max(num_tokens, 2 * self._most_tokens)
+            self._planner = LayerPlanner(self.table, self._hotness, self._num_used, self._most_tokens)
+        return self._planner
 
     def _stream(self, step: TraceStep, tally: Tally) -> None:
         """All experts of a layer that are not resident go through the device, whoever wants them."""
@@ -147,7 +157,7 @@ class Replay:
             tally.routes[DEVICE] += num_resident
             tally.routes[TRANSFER] += chosen.size - num_resident
             tally.transfer_bytes += int((~is_resident[layer]).sum()) * int(self._blob_bytes[layer])
-            self._hotness.add(layer, expert_ids, self._ticket)
+            self._hotness.add(layer, expert_ids, self._ticket, is_prompt=True)
 
     def _end_window(self) -> None:
         self.link_share.after_window()

@@ -11,6 +11,7 @@ from tools.demo_model.config import IM_END, IM_START
 from tools.demo_model.conversations import conversation, held_out_prompts
 from tools.demo_model.facts import facts
 from tools.demo_model.skills import SKILLS
+from tools.demo_model.topics import TOPICS, topic_prompts
 from tools.demo_model.turns import Split, every_nth
 
 
@@ -58,3 +59,15 @@ def test_only_answers_are_trained() -> None:
                 assert segment.text.endswith(IM_END)
                 assert segment.text != IM_END
         assert not segments[0].is_answer
+
+
+def test_topics_are_of_their_skills() -> None:
+    """And the same for one seed, or a trace could not be recorded again."""
+    taught = {skill.name for skill in SKILLS}
+    for topic, skills in TOPICS.items():
+        assert taught.issuperset(skills)
+        first, again = ([*islice(topic_prompts(topic, 1), 40)] for _ in range(2))
+        assert first == again
+        assert {prompt.skill for prompt in first} == set(skills)
+    names = [name for skills in TOPICS.values() for name in skills]
+    assert len(names) == len(set(names))

@@ -159,10 +159,23 @@ def test_prompts_do_not_make_all_else_forgotten() -> None:
     for ticket in range(5):
         planner.plan(0, ids_of([3]), ticket, NOTHING_MOVES)
     for ticket in range(5, 15):
-        planner.plan(0, np.full((256, 1), 6, np.int32), ticket, NOTHING_MOVES)
+        planner.plan(0, np.full((256, 1), 6, np.int32), ticket, NOTHING_MOVES, is_prompt=True)
     hotness.settle()
     assert hotness.counts[0].tolist() == [0, 0, 0, 5, 0, 0, MOST_PROMPT_TOKENS, 0]
     assert (hotness.last_used[0, 3], hotness.last_used[0, 6], hotness.last_used[0, 0]) == (4, 14, -1)
+
+
+def test_short_prompts_are_prompts() -> None:
+    """Questions are often of a dozen tokens, answers too: counted in full they push out each other's
+    experts. Large windows, of many sequences, are none."""
+    table = empty_table([0], 8)
+    planner, hotness = planner_of(table, 1, 64)
+    planner.plan(0, np.full((3, 1), 2, np.int32), 0, NOTHING_MOVES, is_prompt=True)
+    planner.plan(0, np.full((64, 1), 3, np.int32), 1, NOTHING_MOVES)
+    hotness.add(0, np.full((9, 1), 2, np.int32), 2, is_prompt=True)
+    hotness.add(0, np.full((2, 1), 3, np.int32), 3)
+    hotness.settle()
+    assert hotness.counts[0].tolist() == [0, 0, MOST_PROMPT_TOKENS, 66, 0, 0, 0, 0]
 
 
 def test_the_benchmark_measures_what_it_says() -> None:

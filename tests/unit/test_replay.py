@@ -9,12 +9,14 @@ import pytest
 from numpy.typing import NDArray
 
 from shared.cli import main
+from shared.demo_model import DEMO_MODEL_PATH, DEMO_TRACE_PATH
 from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.placement import profile
+from shared.placement.hotness import Counts
 from shared.placement.replay import Replay, Scenario
-from shared.placement.trace import TraceHeader, TraceStep, TraceWriter
+from shared.placement.trace import TraceHeader, TraceReader, TraceStep, TraceWriter
 from tests.support.placement import ids_of
 from tests.support.tiny_model import tiny_model
 
@@ -89,6 +91,19 @@ def test_prompts_are_counted_apart_and_move_nothing() -> None:
     assert (replay.decode.num_steps, replay.decode.shares["device"], replay.num_swaps) == (1, 1, 2)
 
 
+def test_a_step_with_a_prompt_is_no_window() -> None:
+    """As in the engine, whatever else is decoded in it: no round follows, no rate is noted, and nothing is
+    left out. It is streamed by its prompt, not by its size."""
+    replay = replay_of(adapt_every=1, prefill_stream_min=3, route_tail_skip=1, pcie_frac=0.0)
+    for _ in range(3):
+        replay.step(TraceStep(ids_of([5, 6], [7, 6], [5, 7], [5, 6])[None], 2))
+    assert (replay.decode.num_steps, replay.num_swaps) == (0, 0)
+    assert replay.prefill.shares == {"device": 0, "transferred": 0, "cpu": 1, "skipped": 0}
+    replay.step(window(*[[6, 5]] * 10))
+    assert replay.decode.shares == {"device": 0, "transferred": 0, "cpu": 0.5, "skipped": 0.5}
+    assert replay.num_swaps == 2
+
+
 def test_large_prompts_are_streamed() -> None:
     """All that is not resident is transferred, wanted or not."""
     replay = replay_of("static", prefill_stream_min=2)
@@ -137,6 +152,66 @@ def test_simulate_as_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert min(scenario["decode"]["shares"].values()) > 0
     assert scenario["hit_rate"] == pytest.approx(scenario["decode"]["shares"]["device"])
     assert scenario["pcie_frac"] == 0.5
+
+
+def test_simulate_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that is shipped: whoever tries the command sees what exchanges are good for. Its topics are
+    different enough that what is used by one is not all that another needs."""
+    assert simulate("--policy", "static,adaptive,lru", "--slots", "50%,100%", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    for scenario in shown["scenarios"]:
+        assert (scenario["decode"]["num_steps"], scenario["prefill"]["num_steps"]) == (1610, 133)
+        assert sum(scenario["decode"]["shares"].values()) == pytest.approx(1)
+    half, whole = shown["scenarios"][:3], shown["scenarios"][3:]
+    assert [scenario["hit_rate"] for scenario in whole] == [1, 1, 1]
+    static, adaptive, lru = (scenario["hit_rate"] for scenario in half)
+    assert 0.4 < static < 0.55
+    assert static + 0.1 < lru < adaptive < 0.9
+
+
+def test_exchanges_are_worth_more_than_what_stays() -> None:
+    """On the shipped trace: than a profile of the first topic, and even than the best choice in hindsight. 48
+    windows after the topic has changed, the hit rate is what it is later on."""
+    with TraceReader(DEMO_TRACE_PATH) as reader:
+        header, steps = reader.header, list(reader)
+    windows = [step.expert_ids for step in steps if not step.num_prefill_tokens]
+    shape = header.num_layers, header.num_experts
+
+    def used(expert_ids: Sequence[NDArray[np.int32]]) -> Counts:
+        counts = np.zeros(shape, np.float32)
+        for layers in expert_ids:
+            for layer, chosen in enumerate(layers):
+                counts[layer] += np.bincount(chosen.ravel(), minlength=header.num_experts)
+        return counts
+
+    def replayed(policy: str, counts: Counts) -> Replay:
+        replay = Replay(header, Scenario(policy, 128), np.full(header.num_layers, 1000), counts)
+        for step in steps:
+            replay.step(step)
+        return replay
+
+    # Where topics begin, as the model's card says.
+    starts, count = (404, 805, 1209), len(windows)
+    first = used(windows[: starts[0]])
+    adaptive, static = replayed("adaptive", first), replayed("static", first)
+    assert adaptive.hit_rate() > static.hit_rate() + 0.1
+    assert adaptive.hit_rate() > replayed("static", used(windows)).hit_rate() + 0.03
+    for start, stop in zip(starts, (*starts[1:], count), strict=True):
+        change, recovered, later = (
+            adaptive.hit_rate(begin / count, end / count)
+            for begin, end in ((start, start + 8), (start + 48, start + 112), (start + 112, stop))
+        )
+        assert change < recovered - 0.1
+        assert recovered > later - 0.04
+
+
+def test_the_shipped_trace_is_of_the_shipped_model() -> None:
+    """After a new model it has to be recorded anew: `python -m tools.demo_model.record_trace`."""
+    with GGUFModel(DEMO_MODEL_PATH) as model, TraceReader(DEMO_TRACE_PATH) as reader:
+        config = read_model_config(model)
+        identity = profile.model_identity(model, config)
+        assert reader.header == TraceHeader.of(identity, config.num_experts_used)
+    assert DEMO_TRACE_PATH.stat().st_size <= 300_000
 
 
 def test_simulate_from_a_profile(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

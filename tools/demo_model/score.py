@@ -66,9 +66,10 @@ class Server:
 
 
 @contextmanager
-def started_server(model_path: str | None) -> Iterator[str]:
-    """The URL of a stack that serves a file (the embedded one if none is named) until the block ends."""
-    command = [str(Path(sys.executable).with_name("strata")), "serve", "--port", "0"]
+def started_server(model_path: str | None, flags: Sequence[str] = ()) -> Iterator[str]:
+    """The URL of a stack that serves a file (the embedded one if none is named) until the block ends; `flags`
+    are more of those of `strata serve`."""
+    command = [str(Path(sys.executable).with_name("strata")), "serve", "--port", "0", *flags]
     process = subprocess.Popen(
         [*command, *([model_path] if model_path else [])], stdout=subprocess.PIPE, text=True
     )
