@@ -21,6 +21,7 @@ from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.placement import profile
+from shared.placement.policies import DECAY, EVERY, MOST_SWAPS
 from shared.placement.replay import Replay, Scenario
 from shared.placement.trace import TraceHeader, TraceReader
 
@@ -84,6 +85,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out a missed expert that no token ranks among its first N (default: none)",
     )
     parser.add_argument(
+        "--adapt-every",
+        type=_positive,
+        default=EVERY,
+        metavar="WINDOWS",
+        help="windows between two rounds of the adaptive policy (default %(default)s)",
+    )
+    parser.add_argument(
+        "--adapt-swaps",
+        type=_count,
+        default=MOST_SWAPS,
+        metavar="N",
+        help="exchanges of a round at most (default %(default)s)",
+    )
+    parser.add_argument(
+        "--adapt-decay",
+        type=_share,
+        default=DECAY,
+        metavar="SHARE",
+        help="what uses of an expert count after a round, of before (default %(default)g)",
+    )
+    parser.add_argument(
         "--prefill-stream-min",
         type=_positive,
         default=1024,
@@ -144,6 +166,9 @@ def _scenarios(parsed: argparse.Namespace, num_pairs: int) -> list[Scenario]:
             num_slots=min(count(num_pairs), num_pairs),
             pcie_frac=parsed.pcie_frac,
             route_tail_skip=parsed.route_tail_skip,
+            adapt_every=parsed.adapt_every,
+            adapt_decay=parsed.adapt_decay,
+            adapt_swaps=parsed.adapt_swaps,
             prefill_stream_min=parsed.prefill_stream_min,
             load_windows=parsed.load_windows,
             link_gb_s=parsed.link_gb_s,

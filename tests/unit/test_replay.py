@@ -205,6 +205,19 @@ def test_exchanges_are_worth_more_than_what_stays() -> None:
         assert recovered > later - 0.04
 
 
+def test_simulate_other_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings of the adaptive policy are to be tried before they are changed."""
+    rates, swaps = [], []
+    for flags in ((), ("--adapt-decay", "0.95"), ("--adapt-every", "16"), ("--adapt-swaps", "0")):
+        assert simulate("--json", *flags) == 0
+        (scenario,) = json.loads(capsys.readouterr().out)["scenarios"]
+        rates.append(scenario["hit_rate"])
+        swaps.append(scenario["num_swaps"])
+    assert len(set(rates)) == 4
+    assert swaps[0] > swaps[1] > swaps[3] == 0
+    assert swaps[0] > swaps[2] > 0
+
+
 def test_the_shipped_trace_is_of_the_shipped_model() -> None:
     """After a new model it has to be recorded anew: `python -m tools.demo_model.record_trace`."""
     with GGUFModel(DEMO_MODEL_PATH) as model, TraceReader(DEMO_TRACE_PATH) as reader:
@@ -276,6 +289,8 @@ def test_a_damaged_trace_is_told(trace: Path, capsys: pytest.CaptureFixture[str]
         (("--slots", "nan%"), "slots are 0 or more, and at most 100 %"),
         (("--pcie-frac", "2"), "'2' is no share from 0 to 1"),
         (("--blob-mib", "0"), "'0' is no number above 0"),
+        (("--adapt-every", "0"), "'0' is no number above 0"),
+        (("--adapt-decay", "1.5"), "'1.5' is no share from 0 to 1"),
         (("--route-tail-skip", "-1"), "'-1' is no number of 0 or more"),
         (("--model", "m.gguf", "--blob-mib", "1"), "not allowed with argument"),
     ],
