@@ -21,12 +21,7 @@ from cpu_worker.worker import ExpertService
 from gpu_worker.experts.counts import ExpertCounts, ExpertFiles
 from gpu_worker.experts.cpu_way import CpuExperts
 from gpu_worker.experts.interface import ExpertsWay
-from gpu_worker.experts.placement import (
-    LANDING_BUFFERS,
-    STAGING_PLACES,
-    ExpertPlacement,
-    open_placement,
-)
+from gpu_worker.experts.placement import LANDING_BUFFERS, ExpertPlacement, open_placement
 from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.experts.recording import Recording
 from gpu_worker.experts.staging import Staging
@@ -39,7 +34,7 @@ from shared.placement.profile import model_identity
 from shared.placement.trace import TraceHeader, TraceWriter
 from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
 from shared.run_directory import new_incarnation
-from shared.work_slots import expert_ring, staging_ring
+from shared.work_slots import STAGING_PLACES, expert_ring, staging_ring
 from stager.blob_sources import BlobSources
 from stager.read_queue import ReadQueue
 from stager.staging import StagingService

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shared.cli.progress import ProgressLine
 from shared.config import SWAP_POLICIES
-from shared.demo_model import DEMO_TRACE_PATH
+from shared.demo_model import DEMO_MODEL_PATH, DEMO_TRACE_PATH
 from shared.errors import ConfigError
 from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
@@ -126,9 +126,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--blob-mib",
         type=_rate,
-        default=_DEFAULT_BLOB_MIB,
         metavar="MIB",
-        help="size of an expert where no model is named (default %(default)g)",
+        help=f"size of an expert where no model is named (default {_DEFAULT_BLOB_MIB:g}, or that of the demo "
+        "model for its trace)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -180,13 +180,15 @@ def _scenarios(parsed: argparse.Namespace, num_pairs: int) -> list[Scenario]:
 
 
 def _blob_bytes(parsed: argparse.Namespace, header: TraceHeader) -> NDArray[np.int64]:
-    if parsed.model is None:
-        return np.full(header.num_layers, round(parsed.blob_mib * _MIB), np.int64)
-    with GGUFModel(parsed.model) as model:
+    is_demo = parsed.trace == DEMO_TRACE_PATH and parsed.blob_mib is None
+    path = parsed.model or (DEMO_MODEL_PATH if is_demo else None)
+    if path is None:
+        return np.full(header.num_layers, round((parsed.blob_mib or _DEFAULT_BLOB_MIB) * _MIB), np.int64)
+    with GGUFModel(path) as model:
         identity = profile.model_identity(model, read_model_config(model))
         if identity != header.identity:
             raise ConfigError(
-                f"--model {parsed.model} is {identity.model} ({identity.fingerprint}), the trace is of "
+                f"--model {path} is {identity.model} ({identity.fingerprint}), the trace is of "
                 f"{header.model} ({header.fingerprint}); name the model that was traced, or a --blob-mib"
             )
         layers = BlobLayout(model, header.num_layers).layers
