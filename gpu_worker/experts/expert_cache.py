@@ -335,7 +335,7 @@ class ExpertCache:
         all, which may be less than what they claim. Called between steps.
 
         Segments are lent or given back to meet all claims; giving back stops early where the memory cannot
-        be had, and goes on with a later claim.
+        be had, and goes on with a later claim, or `give_back_spare`.
         """
         self.claims[name] = num_bytes
         wanted = sum(self.claims.values())
@@ -344,11 +344,16 @@ class ExpertCache:
                 break
             if segment.memory is not None:
                 self._lend(segment)
+        self.give_back_spare()
+        return self.lent_bytes
+
+    def give_back_spare(self) -> None:
+        """Has slots that are lent to nobody any more filled again, as far as their memory can be had."""
+        wanted = sum(self.claims.values())
         for segment in self._segments:
             is_spare = segment.memory is None and self.lent_bytes - segment.num_bytes >= wanted
             if is_spare and not self._give_back(segment):
                 break
-        return self.lent_bytes
 
     def _lend(self, segment: _Segment) -> None:
         slots = range(segment.first, segment.stop)

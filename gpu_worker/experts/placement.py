@@ -109,6 +109,11 @@ class ExpertPlacement:
         if claimed != self.cache.claims.get(_CONTEXT, 0):
             self.cache.claim(_CONTEXT, claimed)
 
+    @property
+    def work_bytes(self) -> int:
+        """What streamed chunks have claimed."""
+        return self.cache.claims.get(_WORK, 0)
+
     def claim_work_space(self, num_bytes: int) -> int:
         """A streamed chunk needs so much; returns how much of it there is. Called between steps."""
         lent = self.cache.claim(_WORK, num_bytes)
@@ -122,6 +127,7 @@ class ExpertPlacement:
         self._num_windows += 1
         if self._num_windows % _PROFILE_WINDOWS == 0:
             self.profile = self.hotness.profile()
+            self.cache.give_back_spare()
 
     def gauges(self) -> ExpertGauges:
         """How experts are placed now. Called from any thread."""
