@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.in_process import InProcessModel
 from gpu_worker.device import cpu_memory
+from gpu_worker.experts import expert_cache
 from gpu_worker.experts.placement import LANDING_BUFFERS, ExpertPlacement
 from gpu_worker.experts.transfers import Transfers
 from shared.config import GpuWorkerConfig
@@ -33,7 +34,8 @@ from shared.messages import AbortRequest, RequestFailed, RequestFinished, Reques
 from shared.model_config import read_model_config
 from shared.native.records import Record
 from shared.placement.profile import model_identity
-from shared.placement.table import SlotState
+from shared.placement.swaps import Swap
+from shared.placement.table import NO_SLOT, ResidencyTable, SlotState
 from shared.placement.trace import TraceHeader, TraceReader, TraceWriter
 from shared.run_directory import Role
 from shared.work_slots import STAGING_PLACES
@@ -61,6 +63,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(path: Path) -> Alone:
     """What the model says greedily, without an engine."""
     return InProcessModel(path).greedy
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has failed is tried again soon."""
+    monkeypatch.setattr(expert_cache, "RETRY_S", 0.05)
 
 
 @contextmanager
@@ -268,6 +276,81 @@ def test_a_blob_that_cannot_be_read(
         check(running.answer("again"), alone(LONG, 4), len(LONG))
 
 
+def test_slots_that_cannot_be_filled(path: Path, alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
+    """Their experts are computed another way, and tried again while there is something to compute."""
+    with running_with(path, ALL, stages_from_disk=True, pcie_frac=0.0, expert_policy="static") as running:
+        table = placement_of(running).cache.table
+        wait_until_loaded(running)
+        disk = BadDisk(running, 2, 3)
+        running.on_staging = disk
+        running.lose(Role.STAGER)
+        # As after a loss: all of it is read once more.
+        for slot in range(ALL):
+            table.evict(slot)
+        placement_of(running).cache._queue_loads(range(ALL))
+        running.attach(Role.STAGER)
+        wait_until(lambda: placement_of(running).cache.counts.num_failures)
+        wait_until(lambda: table.num_resident == ALL - 1)
+        message = "expert 3 of layer 2 could not be read from tiny.gguf: Bad file descriptor"
+        assert message in caplog.text
+        running.ask("a", LONG, 20)
+        timings = check(running.answer("a"), alone(LONG, 20), len(LONG))
+        assert timings.routes.ram > 0
+        wait_until(lambda: _is_asked_again(running, disk))
+        assert table.num_resident == ALL - 1
+        disk.is_bad = False
+        time.sleep(expert_cache.RETRY_S)
+        running.ask("b", SHORT, 8)
+        check(running.answer("b"), alone(SHORT, 8), len(SHORT))
+        wait_until_loaded(running)
+
+
+def _is_asked_again(running: RunningEngine, disk: BadDisk) -> bool:
+    running.ask(f"{disk.num_spoilt}-{time.monotonic()}", SHORT, 2)
+    running.wait_idle()
+    return disk.num_spoilt > 3
+
+
+class Insisting:
+    """A policy that wants one expert in the first slot of its layer after every window."""
+
+    def __init__(self, layer: int, expert: int) -> None:
+        self._layer = layer
+        self._expert = expert
+
+    def after_window(self, table: ResidencyTable) -> list[Swap]:
+        slot = int(table.slots_of_layer(self._layer)[0])
+        if table.slot_of[self._layer, self._expert] != NO_SLOT:
+            return []
+        return [Swap(self._layer, slot, int(table.expert_of[slot]), self._expert, 1.0)]
+
+
+def test_an_exchange_that_cannot_be_read(path: Path, alone: Alone) -> None:
+    """Who is in the slot stays there, and comes back there when the slot was lent; until the disk has it."""
+    with running_with(
+        path, NUM_LAYERS, stages_from_disk=True, pcie_frac=0.0, prefill_stream_min=STREAM_MIN
+    ) as running:
+        wait_until_loaded(running)
+        placement = placement_of(running)
+        placement.policy = Insisting(1, 5)
+        running.on_staging = disk = BadDisk(running, 1, 5)
+        running.ask("a", SHORT, 24)
+        timings = check(running.answer("a"), alone(SHORT, 24), len(SHORT))
+        assert timings.routes.device > 0
+        running.wait_idle()
+        wait_until(lambda: not placement.cache.is_busy)
+        assert placement.cache.counts.num_failures > 1
+        assert placement.cache.counts.num_swaps == 0
+        assert placement.cache.table.expert_of.tolist() == [0] * NUM_LAYERS
+        assert placement.cache._owners == [0] * NUM_LAYERS
+        disk.is_bad = False
+        running.ask("b", SHORT, 24)
+        check(running.answer("b"), alone(SHORT, 24), len(SHORT))
+        running.wait_idle()
+        wait_until(lambda: not placement.cache.is_busy)
+        assert placement.cache.counts.num_swaps == 1
+
+
 # Workers that are lost.
 
 
@@ -284,6 +367,24 @@ def test_stager_lost_in_the_first_fill(path: Path, alone: Alone) -> None:
         running.attach(Role.STAGER)
         running.ask("a", SHORT, 8)
         check(running.answer("a"), alone(SHORT, 8), len(SHORT))
+
+
+def test_stager_that_stops_in_the_first_fill(path: Path) -> None:
+    """Blobs that it gives up, since it was told to, are its successor's: none is taken for unreadable."""
+    with running_with(path, ALL, stages_from_disk=True, expert_policy="static") as running:
+        running.lose(Role.STAGER)
+        stop: list[Callable[[], None]] = []
+        running.on_staging = lambda reads: stop[0]() if stop else time.sleep(0.001)
+        running.attach(Role.STAGER)
+        stop.append(running._workers[Role.STAGER][-1].server.stop)
+        cache = placement_of(running).cache
+        wait_until(lambda: running._workers[Role.STAGER][-1].server.is_stopped)
+        time.sleep(0.05)
+        running.lose(Role.STAGER)
+        running.on_staging = lambda reads: None
+        running.attach(Role.STAGER)
+        wait_until_loaded(running)
+        assert cache.counts.num_failures == 0
 
 
 @pytest.mark.parametrize(
