@@ -167,9 +167,10 @@ class ThreeWays:
             self._take_stream(plan)
         elif plan.num_transfer_groups:
             self._take_transfers(plan, plan.num_transfer_groups)
-        self.counts.check()
         if self._cpu_ticket is None:
+            self.counts.check()
             return self._out
+        # What the cpu_worker has read is booked first, also where nobody can go on.
         computed_s = self._cpu.computed_s
         sums = self._cpu.collect(self._cpu_ticket)
         if self._is_window:

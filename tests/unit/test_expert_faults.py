@@ -351,6 +351,30 @@ def test_an_exchange_that_cannot_be_read(path: Path, alone: Alone) -> None:
         assert placement.cache.counts.num_swaps == 1
 
 
+def test_reads_of_a_step_that_nobody_survives(path: Path) -> None:
+    """Are all booked, those that the cpu_worker has made for the same layer too."""
+    num_staged = 0
+
+    def spoil(reads: Record) -> None:
+        nonlocal num_staged
+        num_staged += len(reads)
+        reads["file"] = 9999
+
+    chosen = {"pcie_frac": 0.5, "expert_policy": "static"}
+    with running_with(path, 1, stages_from_disk=True, places_per_layer=4, **chosen) as running:
+        wait_until_loaded(running)
+        assert running.pooled is not None
+        running.on_staging = spoil
+        running.ask("a", LONG[:1], 4)
+        failed = failure(running.answer("a"))
+        assert failed.code == "disk_error"
+        assert failed.timings is not None
+        assert running.pooled.reader.num_reads > 0
+        (of_file,) = failed.timings.disk
+        assert of_file.num_reads == num_staged + running.pooled.reader.num_reads
+        running.on_staging = lambda reads: None
+
+
 # Workers that are lost.
 
 
