@@ -606,3 +606,29 @@ def _answered(path: Path, num_slots: int, skip_rank: int) -> tuple[list[NDArray[
         running.wait_idle()
         assert running.engine.gauges()["tail_skip_active"] == (skip_rank > 0 and num_slots < ALL)
     return logits, answer.end.timings
+
+
+def test_a_full_disk_ends_the_recording_of_routes(
+    path: Path, alone: Alone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing else, for good: also not when a worker has been replaced since."""
+    with GGUFModel(path) as file:
+        header = TraceHeader.of(model_identity(file, read_model_config(file)), NUM_USED)
+    with (
+        TraceWriter(tmp_path / "trace", header) as writer,
+        running_with(path, NUM_LAYERS, recorder=writer) as running,
+    ):
+        running.ask("a", SHORT, 2)
+        running.answer("a")
+        running.wait_idle()
+        writer._file.close()
+        writer._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+        for name in "bc":
+            running.ask(name, SHORT, 3)
+            check(running.answer(name), alone(SHORT, 3), len(SHORT))
+            running.lose(Role.CPU_WORKER)
+            running.attach(Role.CPU_WORKER)
+    assert caplog.text.count("routes are not recorded any more") == 1
+    assert f"in {tmp_path / 'trace'}: No space left on device" in caplog.text
+    with TraceReader(tmp_path / "trace") as reader:
+        assert len(list(reader)) == 2
