@@ -339,7 +339,7 @@ class ExpertCache:
         now, there = time.monotonic(), int(self.table.expert_of[load.slot])
         if now >= self._retry_at:
             # The first one: with a bad disk there are many.
-            _log.warning("%s; the slots of such experts are filled after %g s", reason, RETRY_S)
+            _log.warning("%s; such slots are tried again after %g s", reason, RETRY_S)
             self._retry_at = now + RETRY_S
         if there == NO_EXPERT:
             self._unfilled.add(load.slot)

@@ -3,6 +3,7 @@ from one run to the next."""
 
 import asyncio
 import os
+import re
 import signal
 import time
 from functools import partial
@@ -144,3 +145,25 @@ async def stall(stack: Stack, session: aiohttp.ClientSession) -> None:
     assert "the stager has not answered for 3 s" in failure["error"]["message"]
     ask(stack, SHORT)
     assert {role: stack.pid(role) for role in WORKERS} == pids
+
+
+def test_a_bad_disk_costs_the_requests_that_need_it() -> None:
+    """With a third of the experts in RAM: what cannot be read, for a slot, a transfer or the pool, fails the
+    request that needed it, by name. The others say the same each time, and nobody is restarted."""
+    bad = ("--ram-budget", "0.004", "--ple-io", "ram", "--io-fail-every", "400")
+    with serving(*NEVER, *CACHED, *bad) as stack:
+        pids = {role: stack.pid(role) for role in WORKERS}
+        texts, num_failed = set(), 0
+        for number in range(30):
+            body = {"prompt": SHORT if number % 2 else LONG, "max_tokens": 4, "temperature": 0}
+            answer = stack.post("/v1/completions", body)
+            if answer.status == 200:
+                texts.add((number % 2, answer.json["choices"][0]["text"]))
+                continue
+            num_failed += 1
+            assert (answer.status, answer.error["code"]) == (503, "disk_error")
+            message = r"expert \d+ of layer \d+ could not be read from strata-demo.gguf: Input/output error"
+            assert re.match(message, answer.error["message"])
+        assert num_failed > 0
+        assert 0 < len(texts) == len({which for which, _ in texts})
+        assert {role: stack.pid(role) for role in WORKERS} == pids
