@@ -199,6 +199,8 @@ class Engine:
         """Carries out what is queued; sleeps where there is neither a command nor a sequence."""
         while True:
             has_work = bool(self._scheduler.num_running or self._scheduler.num_waiting)
+            if not has_work and self._commands.empty():
+                self._workers.rest()
             is_loading = self._workers.go_on_loading()
             self._workers.set_in_use(has_work or is_loading)
             try:

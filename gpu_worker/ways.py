@@ -125,6 +125,16 @@ class AttachedWorkers:
         if self._placement is not None and self.ways is not None:
             self._placement.claim_context(lengths)
 
+    def rest(self) -> None:
+        """There is nothing to compute: slots that were lent are filled again meanwhile."""
+        placement = self._placement
+        if placement is None or not placement.cache.lent_bytes:
+            return
+        if self._transfers is not None and self._transfers.has_extra:
+            self._transfers.set_extra(0)
+        placement.claim_context(())
+        placement.claim_work_space(0)
+
     def go_on_loading(self) -> bool:
         """Takes the loading of experts as far as it goes; whether there is more to come."""
         if self._placement is None:

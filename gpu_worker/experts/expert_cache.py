@@ -14,7 +14,9 @@ Where blobs that are lent away might have to come from the disk again, they are 
 """
 
 import contextlib
+import errno
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from gpu_worker.device.memory import Bytes, DeviceMemory, Event
 from gpu_worker.experts.staging import Staging
 from shared.errors import StrataError
 from shared.placement.swaps import Swap
-from shared.placement.table import NO_EXPERT, NO_SLOT, ResidencyTable
+from shared.placement.table import NO_EXPERT, NO_SLOT, ResidencyTable, SlotState
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ _SMALLEST_SEGMENT, _LARGEST_SEGMENT = 64 << 10, 64 << 20
 # The cache is lent in steps of about a thirty-second of it.
 _NUM_SEGMENTS = 32
 _NOT_ASKED = -1
+RETRY_S = 10.0
+"""After so long a slot that could not be filled is tried again; a choice of ours."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +112,9 @@ class ExpertCache:
         # Slots and experts of all loads that are queued or under way.
         self._busy_slots: set[int] = set()
         self._coming: set[tuple[int, int]] = set()
+        # Slots that could not be filled, and when that is tried again.
+        self._unfilled: set[int] = set()
+        self._retry_at = 0.0
         self._unfinished: deque[tuple[int, Event]] = deque()
         self._ticket = 0
         self._kept: dict[tuple[int, int], Bytes] = {}
@@ -192,6 +199,8 @@ class ExpertCache:
         while self._unfinished and self._unfinished[0][1].is_done():
             self.table.finished(self._unfinished.popleft()[0])
         staging = self._staging
+        if self._unfilled and time.monotonic() >= self._retry_at:
+            self._retry()
         if staging is None or not (self._queue or self._asked or self._copying):
             return
         while self._copying:
@@ -201,6 +210,9 @@ class ExpertCache:
             self._copying.popleft()
             self._end_copy(load)
             self._forget(load)
+            if not self._is_settled(load):
+                reason = f"expert {load.expert} of layer {load.layer} could not be copied to the device"
+                self._try_later(load, reason)
         for _ in range(len(self._asked)):
             load = self._asked.popleft()
             if not self._take_further(load, staging):
@@ -229,9 +241,16 @@ class ExpertCache:
             return False
         if state < 0 or load.is_dropped:
             staging.free(load.place)
-            if not load.is_dropped:
-                self.counts.num_failures += 1
-                self._forget(load)
+            if load.is_dropped:
+                return True
+            if state == -errno.ECANCELED:
+                # No bad disk, but a stager that ends: its successor is asked.
+                load.place = _NOT_ASKED
+                self._queue.appendleft(load)
+                return True
+            self.counts.num_failures += 1
+            self._forget(load)
+            self._try_later(load, str(staging.failure(load.layer, load.expert, -state)))
             return True
         if not self._make_way(load):
             return False
@@ -315,6 +334,23 @@ class ExpertCache:
             self._busy_slots.discard(load.slot)
             self._coming.discard((load.layer, load.expert))
 
+    def _try_later(self, load: _Load, reason: str) -> None:
+        """A load has failed. A slot that is empty shall not stay so; one that is not keeps who is there."""
+        now, there = time.monotonic(), int(self.table.expert_of[load.slot])
+        if now >= self._retry_at:
+            # The first one: with a bad disk there are many.
+            _log.warning("%s; such slots are tried again after %g s", reason, RETRY_S)
+            self._retry_at = now + RETRY_S
+        if there == NO_EXPERT:
+            self._unfilled.add(load.slot)
+        else:
+            self._owners[load.slot] = there
+
+    def _retry(self) -> None:
+        slots, self._unfilled = sorted(self._unfilled), set()
+        empty = (slot for slot in slots if self.table.state(slot) is SlotState.EMPTY)
+        self._queue_loads(slot for slot in empty if slot not in self._busy_slots)
+
     def _is_settled(self, load: _Load) -> bool:
         return bool(self.table.slot_of[load.layer, load.expert] == load.slot)
 
@@ -335,7 +371,7 @@ class ExpertCache:
         all, which may be less than what they claim. Called between steps.
 
         Segments are lent or given back to meet all claims; giving back stops early where the memory cannot
-        be had, and goes on with a later claim.
+        be had, and goes on with a later claim, or `give_back_spare`.
         """
         self.claims[name] = num_bytes
         wanted = sum(self.claims.values())
@@ -344,11 +380,16 @@ class ExpertCache:
                 break
             if segment.memory is not None:
                 self._lend(segment)
+        self.give_back_spare()
+        return self.lent_bytes
+
+    def give_back_spare(self) -> None:
+        """Has slots that are lent to nobody any more filled again, as far as their memory can be had."""
+        wanted = sum(self.claims.values())
         for segment in self._segments:
             is_spare = segment.memory is None and self.lent_bytes - segment.num_bytes >= wanted
             if is_spare and not self._give_back(segment):
                 break
-        return self.lent_bytes
 
     def _lend(self, segment: _Segment) -> None:
         slots = range(segment.first, segment.stop)

@@ -109,6 +109,11 @@ class ExpertPlacement:
         if claimed != self.cache.claims.get(_CONTEXT, 0):
             self.cache.claim(_CONTEXT, claimed)
 
+    @property
+    def work_bytes(self) -> int:
+        """What streamed chunks have claimed."""
+        return self.cache.claims.get(_WORK, 0)
+
     def claim_work_space(self, num_bytes: int) -> int:
         """A streamed chunk needs so much; returns how much of it there is. Called between steps."""
         lent = self.cache.claim(_WORK, num_bytes)
@@ -122,6 +127,7 @@ class ExpertPlacement:
         self._num_windows += 1
         if self._num_windows % _PROFILE_WINDOWS == 0:
             self.profile = self.hotness.profile()
+            self.cache.give_back_spare()
 
     def gauges(self) -> ExpertGauges:
         """How experts are placed now. Called from any thread."""
@@ -154,8 +160,8 @@ def open_placement(
 ) -> ExpertPlacement | None:
     """Makes room for experts on the device; None where there are to be none.
 
-    Raises ConfigError for a profile that was asked for and cannot be used, ResourceError where the device has
-    not the memory for the slots that were asked for.
+    Raises ConfigError for a profile that was asked for and cannot be used, ResourceError where the device, or
+    RAM that plays its part, has not the memory for the slots that were asked for.
     """
     asked = expert_cache_slots(settings.expert_cache)
     is_played = device.torch_device.type == "cpu"
@@ -191,6 +197,13 @@ def open_placement(
             "it, or take --expert-cache auto"
         )
     slot_bytes = int(blob_bytes[layers].sum())
+    if is_played and not _has_ram(slot_bytes + landing_bytes):
+        ram = read_memory()
+        raise ResourceError(
+            f"--expert-cache is {asked}: its slots take {(slot_bytes + landing_bytes) / 2**20:.0f} MiB of "
+            f"RAM, which has {max(0, ram.available - ram.floor) / 2**20:.0f} MiB for them; lower it, or take "
+            "--expert-cache 0"
+        )
     memory = device.memory(slot_bytes + landing_bytes)
     try:
         probed = memory.link_probe(max(int(blob_bytes.max()), min(_PROBE_BYTES, slot_bytes)))

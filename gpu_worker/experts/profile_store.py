@@ -26,15 +26,20 @@ class ProfileStore:
     def load(self) -> Counts | None:
         """What was learned; None where there is nothing yet. Raises ConfigError for a file that was asked for
         and is no profile of this model."""
-        if not self.path.exists():
-            return None
         try:
-            return profile.load(self.path, self._identity)
+            return profile.load(self.path, self._identity) if self._is_there() else None
         except ConfigError as error:
             if self._is_asked:
                 raise
             _log.warning("the profile is begun anew: %s", error)
             return None
+
+    def _is_there(self) -> bool:
+        try:
+            return self.path.exists()
+        except OSError:
+            # A name that cannot be one: whoever reads it says why.
+            return True
 
     def save(self, counts: Counts) -> None:
         """Writes what was learned, unless that is nothing. What cannot be written is logged: nothing depends

@@ -20,7 +20,7 @@ class Recording:
 
     def __init__(self, way: ExpertsWay, writer: TraceWriter) -> None:
         self._way = way
-        self._writer: TraceWriter | None = writer
+        self._writer = writer
         self._num_prefill_tokens = 0
         self._routes: list[NDArray[np.int32]] = []
 
@@ -59,11 +59,11 @@ class Recording:
     def end_step(self, *, has_failed: bool = False) -> None:
         """Writes the routes of a step that has succeeded."""
         self._way.end_step(has_failed=has_failed)
-        if self._writer is None or has_failed or not self._routes:
+        # Closed for good: the way after this one is given the same writer.
+        if self._writer.is_closed or has_failed or not self._routes:
             return
         try:
             self._writer.append(np.stack(self._routes), self._num_prefill_tokens)
         except OSError as error:
-            _log.error("routes are not recorded any more: %s", error)
+            _log.error("routes are not recorded any more in %s: %s", self._writer.path, error.strerror)
             self._writer.close()
-            self._writer = None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import WorkerFailedError
+from shared.errors import DiskError, WorkerFailedError
 from shared.expert_blobs import BlobLayout, up_to_page
 from shared.native.task import address_of
 from shared.ring import RingClient
@@ -88,6 +88,11 @@ class Staging:
         """0 while the blob is under way, 1 when it is there, or the negative errno of what could not be read.
         ECANCELED is no bad disk, but a stager that ends."""
         return int(self._states[place])
+
+    def failure(self, layer: int, expert: int, error_number: int) -> DiskError:
+        """What a blob that could not be read is to be told as, with the errno of `state`."""
+        names = dict.fromkeys(part.file.path.name for part in self._layers[layer].parts)
+        return DiskError.of(", ".join(names), f"expert {expert} of layer {layer}", error_number)
 
     def reads(self, place: int) -> tuple[list[int], list[int]]:
         """The reads that were made for the gate, up and down of a place that was answered, and their bytes;

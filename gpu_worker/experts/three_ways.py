@@ -56,7 +56,6 @@ class ThreeWays:
         self._rules = PlanRules()
         self._is_window = False
         self._streams = False
-        self._work_bytes = 0
         self._ticket = 0
         # Of the layer at hand.
         self._layer = 0
@@ -120,16 +119,17 @@ class ThreeWays:
     def _lend_work_space(self, num_tokens: int) -> None:
         """Lends slots to a step that is streamed, and takes them back from one that was."""
         rules, transfers = self._placement.rules, self._transfers
+        # Asked, not remembered: whoever took this way before may have been lost in the middle of a prompt.
+        claimed = self._placement.work_bytes
         wanted = 0
         if self._streams and rules.borrows:
             # What follows in the same prompt is not larger, and does with what there is.
-            wanted = max(rules.work_space.num_bytes(num_tokens), self._work_bytes)
-        if wanted == self._work_bytes:
+            wanted = max(rules.work_space.num_bytes(num_tokens), claimed)
+        if wanted == claimed:
             return
         if transfers.has_extra:
             transfers.set_extra(0)
         granted = self._placement.claim_work_space(wanted)
-        self._work_bytes = wanted
         ring_bytes = min(rules.work_space.ring_bytes, granted) if wanted else 0
         if count := ring_bytes // transfers.buffer_bytes:
             transfers.set_extra(count)
@@ -169,9 +169,10 @@ class ThreeWays:
             self._take_stream(plan)
         elif plan.num_transfer_groups:
             self._take_transfers(plan, plan.num_transfer_groups)
-        self.counts.check()
         if self._cpu_ticket is None:
+            self.counts.check()
             return self._out
+        # What the cpu_worker has read is booked first, also where nobody can go on.
         computed_s = self._cpu.computed_s
         sums = self._cpu.collect(self._cpu_ticket)
         if self._is_window:

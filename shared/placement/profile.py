@@ -3,6 +3,7 @@ the choice of experts that are loaded at the start.
 """
 
 import os
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,14 @@ def save(path: Path, counts: Counts, identity: ModelIdentity) -> None:
 def load(path: Path, identity: ModelIdentity) -> Counts:
     """The counts, float32 [layers, experts]. Raises ConfigError for a file that cannot be read, is no
     profile, or is one of another model, and says what differs."""
+    remedy = "name another file (--expert-profile)"
     try:
+        # Nor a pipe, which would be waited for.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"the expert profile {path} is no file; {remedy}")
         content: Any = msgpack.unpackb(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"the expert profile {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"the expert profile {path} cannot be read: {error.strerror}; {remedy}") from None
     except (ValueError, msgpack.UnpackException) as error:
         raise ConfigError(f"{path} is no expert profile: {error}; delete it") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:

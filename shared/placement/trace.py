@@ -11,6 +11,8 @@ Numbers are little-endian; 65535 stands for no expert. A record is one write, so
 leaves whole records.
 """
 
+import errno
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -76,10 +78,15 @@ class TraceWriter:
         """Raises OSError where the file cannot be written, ValueError for more experts than can be told."""
         if header.num_experts > _NOBODY:
             raise ValueError(f"{header.num_experts} experts; a trace can tell {_NOBODY} apart")
+        self.path = path
         self._header = header
         self._file = path.open("wb", buffering=0)
-        self._file.write(_MAGIC)
-        self._write(msgpack.packb(asdict(header)))
+        try:
+            self._write_whole(_MAGIC)
+            self._write(msgpack.packb(asdict(header)))
+        except BaseException:
+            self._file.close()
+            raise
 
     def append(self, expert_ids: NDArray[np.int32], num_prefill_tokens: int) -> None:
         """One step: int32 [layers, tokens, num_used]. Raises OSError, such as for a disk that is full, and
@@ -95,6 +102,11 @@ class TraceWriter:
         packed = zlib.compress(ids.tobytes(), _COMPRESSION)
         self._write(_STEP.pack(num_tokens, num_prefill_tokens) + packed)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be appended any more."""
+        return self._file.closed
+
     def close(self) -> None:
         """Nothing is left to be written; may be called twice."""
         self._file.close()
@@ -106,7 +118,14 @@ class TraceWriter:
         self.close()
 
     def _write(self, payload: bytes) -> None:
-        self._file.write(_RECORD.pack(len(payload), zlib.crc32(payload)) + payload)
+        self._write_whole(_RECORD.pack(len(payload), zlib.crc32(payload)) + payload)
+
+    def _write_whole(self, content: bytes) -> None:
+        start = self._file.tell()
+        if self._file.write(content) != len(content):
+            # A disk that is nearly full takes a part of it without a word.
+            self._file.truncate(start)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class TraceReader:

@@ -73,6 +73,19 @@ def refusal(
         (("--device", "cuda:first"), ("--device", "cuda:first", "cuda:N")),
         (("--cpu-worker-cpus", "all"), ("--cpu-worker-cpus", "all", "0-7")),
         (("--stager-cpus", "3-1"), ("--stager-cpus", "3-1")),
+        (("--expert-cache", "half"), ("--expert-cache", "'half'", "auto", "number of slots")),
+        (("--expert-cache", "-1"), ("--expert-cache", "-1", "auto", "number of slots")),
+        (("--expert-cache", "1.5"), ("--expert-cache", "1.5", "number of slots")),
+        (("--prefill", "0"), ("--prefill", "'0'", "1 to 65536")),
+        (("--prefill", "1000000000"), ("--prefill", "1000000000", "number of tokens")),
+        (("--prefill", "100000"), ("--prefill", "100000", "1 to 65536")),
+        (("--prefill", "-1"), ("--prefill", "-1", "auto:CAP")),
+        (("--prefill", "auto:x"), ("--prefill", "auto:x", "auto:CAP")),
+        (("--prefill", "auto:0"), ("--prefill", "auto:0", "1 to 65536")),
+        (("--pcie-frac", "2"), ("--pcie-frac", "2", "1")),
+        (("--pcie-frac", "nan"), ("--pcie-frac", "nan")),
+        (("--adapt-decay", "1.1"), ("--adapt-decay", "1.1", "1")),
+        (("--expert-policy", "wild"), ("--expert-policy", "wild", "adaptive")),
         (("--config", "/nowhere.toml"), ("/nowhere.toml",)),
         (("/nowhere/model.gguf",), ("/nowhere/model.gguf",)),
         (("/",), ("/",)),
@@ -191,6 +204,26 @@ def test_a_device_that_is_not_there(unstarted: Stack) -> None:
     process = unstarted.launch("unshare", "-m", "sh", "-c", with_driver + command)
     took = assert_refused(unstarted, process, "--device is 'cuda:99'", "the gpu_worker cannot start")
     measured("refusal of a device that is not there", took)
+
+
+@pytest.mark.parametrize(
+    ("flag", "path", "words"),
+    [
+        (
+            "--expert-profile",
+            "/",
+            ("the expert profile / is no file", "name another file (--expert-profile)"),
+        ),
+        ("--record-routing", "/nowhere/at/all", ("--record-routing", "/nowhere/at/all", "No such file")),
+        ("--record-routing", "/dev/full", ("--record-routing", "/dev/full", "No space left on device")),
+    ],
+)
+def test_files_of_experts_that_cannot_be(
+    unstarted: Stack, flag: str, path: str, words: tuple[str, ...]
+) -> None:
+    """Only the gpu_worker looks at them: its message and its exit code become those of the stack."""
+    process = unstarted.serve("--expert-cache", "8", flag, path)
+    assert_refused(unstarted, process, "the gpu_worker cannot start", *words)
 
 
 def test_too_little_shared_memory(unstarted: Stack) -> None:

@@ -44,6 +44,7 @@ from shared.messages import (
     TokenChunk,
 )
 from shared.model_config import read_model_config
+from shared.native.records import Record
 from shared.native.team import Team
 from shared.placement.trace import TraceWriter
 from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
@@ -51,10 +52,10 @@ from shared.run_directory import Role, new_incarnation
 from shared.work_slots import STAGING_PLACES, expert_ring, ngram_ring, staging_ring
 from stager.blob_sources import BlobSources
 from stager.ngram_rows import open_rows
-from stager.read_queue import ReadQueue
+from stager.read_queue import NO_FAULTS
 from stager.staging import StagingService
 from stager.worker import NgramSlots
-from tests.support.expert_pool import Pooled, pooled
+from tests.support.expert_pool import Pooled, Reader, pooled
 
 TIMEOUT_S = 60.0
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -85,11 +86,13 @@ class RunningEngine:
         staging_places: int = 0,
         settings: GpuWorkerConfig | None = None,
         recorder: TraceWriter | None = None,
+        stages_from_disk: bool = False,
     ) -> None:
         """On the CpuDevice, or on a TorchDevice where `torch_device` is given. Experts come from a pool with
         `places_per_layer`, if it is not 0, and are served in machine code if `natively`. Where there are
-        `staging_places`, the stager brings experts there, from the pool or the mapped file. Where the
-        `settings` have experts on the device, those are placed by them, and there are staging places."""
+        `staging_places`, the stager brings experts there, from the pool or the mapped file, or read anew each
+        time if `stages_from_disk`. Where the `settings` have experts on the device, those are placed by them,
+        and there are staging places."""
         file = GGUFModel(path)
         config = read_model_config(file)
         self.device: Device = CpuDevice(file, 1) if torch_device is None else TorchDevice(file, torch_device)
@@ -101,10 +104,12 @@ class RunningEngine:
         self.gate.set()
         # Called with every slot of experts after they were computed; may change the outputs, or raise.
         self.on_experts: Callable[[Arrays], None] = lambda slot: None
+        # Called with all reads that are to be made for a slot of staging places; may change or delay them.
+        self.on_staging: Callable[[Record], None] = lambda reads: None
         self.scheduler = Scheduler(max_running=parallel, prefill_tokens=prefill)
         self.messages: queue.Queue[Message] = queue.Queue()
         max_tokens = parallel + prefill
-        self._layout = BlobLayout(file, config.num_layers)
+        self.layout = BlobLayout(file, config.num_layers)
         self.placement: ExpertPlacement | None = None
         if settings is not None:
             self.placement = open_placement(
@@ -119,7 +124,7 @@ class RunningEngine:
         self.workers = AttachedWorkers(
             config,
             self.device.torch_device,
-            ModelFiles(ExpertFiles.of(file, config.num_layers), self._layout, path.name),
+            ModelFiles(ExpertFiles.of(file, config.num_layers), self.layout, path.name),
             max_tokens,
             watchdog_s,
             placement=self.placement,
@@ -155,6 +160,8 @@ class RunningEngine:
             self._work[Role.STAGER] = (ngram_ring(config.ngram, max_tokens), slots, None)
         self._staging_places = staging_places
         self._sources = self.pooled.sources if self.pooled is not None else BlobSources(ExpertMode.MAPPED)
+        if stages_from_disk:
+            self._sources = BlobSources()
 
     def attach(self, role: Role) -> None:
         """Starts a worker and tells the engine."""
@@ -171,8 +178,10 @@ class RunningEngine:
         self.engine.submit(AttachRing(role, ring, staging))
 
     def _new_staging(self, purpose: str) -> "_Worker":
-        service = StagingService(self._layout, self._sources, lambda: ReadQueue(4))
-        shape = staging_ring(self._staging_places, self._layout.largest_place_bytes)
+        reader = Reader(4, NO_FAULTS)
+        reader.before = lambda reads: self.on_staging(reads)
+        service = StagingService(self.layout, self._sources, lambda: reader)
+        shape = staging_ring(self._staging_places, self.layout.largest_place_bytes)
         worker = _Worker(purpose, self._incarnation, shape, service, None, starts=False)
         service.open(worker.server)
         worker.on_stop = service.close

@@ -1,11 +1,13 @@
 """The learned profile: saved, refused where it is another model's, and what is loaded first by it."""
 
+import os
 from pathlib import Path
 
 import msgpack
 import numpy as np
 import pytest
 
+from gpu_worker.experts.profile_store import ProfileStore
 from shared.errors import ConfigError
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
@@ -137,3 +139,22 @@ def test_slots_within_bounds() -> None:
     assert ResidencyTable(slot_layers, 2, 3).num_slots == 6
     with pytest.raises(ValueError, match="neither a budget in bytes nor a number of slots"):
         assign_slots(order, blobs)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "is no file; name another file"),
+        ("pipe", "is no file; name another file"),
+        ("x" * 300, "cannot be read: File name too long; name another file"),
+    ],
+)
+def test_what_cannot_be_a_profile(tmp_path: Path, name: str, message: str) -> None:
+    """Is refused at the start where it was asked for: a directory, a pipe, a name that is too long. A file
+    that is not there yet is none of that."""
+    os.mkfifo(tmp_path / "pipe")
+    with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as file:
+        config = read_model_config(file)
+        assert ProfileStore(tmp_path / "new" / "profile", file, config).load() is None
+        with pytest.raises(ConfigError, match=message):
+            ProfileStore(tmp_path / name, file, config).load()

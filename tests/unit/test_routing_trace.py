@@ -1,5 +1,6 @@
 """Routing traces: what is written is read, and damage is told with its place."""
 
+import resource
 import struct
 import zlib
 from pathlib import Path
@@ -143,3 +144,27 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"GGUF" * 100)
     with pytest.raises(TraceFileError, match="is no routing trace"):
         TraceReader(tmp_path / "other")
+
+
+def test_a_disk_that_takes_a_part(tmp_path: Path) -> None:
+    """Nearly full, it does so without an error: the record is not there, and what is left are whole ones."""
+    path = tmp_path / "t"
+    with TraceWriter(path, HEADER) as writer:
+        writer.append(routes(1), 0)
+        before = path.stat().st_size
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 100, limits[1]))
+        try:
+            with pytest.raises(OSError, match="No space left on device"):
+                writer.append(routes(300), 0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.stat().st_size == before
+    with TraceReader(path) as reader:
+        assert [step.num_tokens for step in reader] == [1]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Is noticed before anything is computed."""
+    with pytest.raises(OSError, match="No space left on device"):
+        TraceWriter(Path("/dev/full"), HEADER)
