@@ -261,9 +261,15 @@ class Engine:
             clock = work.sequence.clock
             clock.started_at = clock.started_at or started
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
-        before = _Waits.of(ways)
         try:
             self._workers.claim_context(self._lengths_after(works))
+        except GenerationError as error:
+            # Nothing has begun: the account is still that of the step before.
+            _log.error("a step of %d requests failed: %s", len(works), error)
+            self._fail(works, error)
+            return
+        before = _Waits.of(ways)
+        try:
             ways.experts.begin_step([stop for _, _, stop in places(works)], num_prefilled)
             result = compute(self._model, works, ways, self._torch_device)
         except torch.AcceleratorError:

@@ -10,7 +10,7 @@ lent.
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.in_process import InProcessModel
 from gpu_worker.device import cpu_memory
+from gpu_worker.device.memory import stalled
 from gpu_worker.experts import expert_cache
 from gpu_worker.experts.placement import LANDING_BUFFERS, ExpertPlacement
 from gpu_worker.experts.transfers import Transfers
@@ -373,6 +374,33 @@ def test_reads_of_a_step_that_nobody_survives(path: Path) -> None:
         (of_file,) = failed.timings.disk
         assert of_file.num_reads == num_staged + running.pooled.reader.num_reads
         running.on_staging = lambda reads: None
+
+
+def test_memory_that_is_waited_for_in_vain(path: Path, alone: Alone, spared: Spared) -> None:
+    """Before a step has begun, nothing is known of it: what the step before has read, or could not read, is
+    not its business."""
+
+    def stall(lengths: Iterable[int]) -> None:
+        running.workers.claim_context = claim  # type: ignore[method-assign]
+        raise stalled(0.1)
+
+    chosen = {"pcie_frac": 1.0, "expert_policy": "static"}
+    with running_with(path, NUM_LAYERS, stages_from_disk=True, **chosen) as running:
+        wait_until_loaded(running)
+        running.on_staging = BadDisk(running, spared.layer, spared.expert)
+        running.ask("a", LONG[:32], 4)
+        assert failure(running.answer("a")).code == "disk_error"
+        running.wait_idle()
+        claim = running.workers.claim_context
+        running.workers.claim_context = stall  # type: ignore[method-assign]
+        running.ask("b", LONG[:32], 4)
+        failed = failure(running.answer("b"))
+        assert failed.code == "step_stalled"
+        assert failed.timings is not None
+        assert failed.timings.disk == []
+        running.on_staging = lambda reads: None
+        running.ask("c", SHORT, 4)
+        check(running.answer("c"), alone(SHORT, 4), len(SHORT))
 
 
 # Workers that are lost.
