@@ -47,6 +47,9 @@ _log = logging.getLogger(__name__)
 
 # Between two looks at experts that are being loaded while there is nothing else to do.
 _LOADING_LOOK_S = 0.001
+# Slots that a prompt has borrowed are not filled again before there was nothing to do for so long: the next
+# prompt would borrow them again.
+_REST_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +202,14 @@ class Engine:
         """Carries out what is queued; sleeps where there is neither a command nor a sequence."""
         while True:
             has_work = bool(self._scheduler.num_running or self._scheduler.num_waiting)
-            if not has_work and self._commands.empty():
+            if self.idle_s >= _REST_S:
                 self._workers.rest()
             is_loading = self._workers.go_on_loading()
             self._workers.set_in_use(has_work or is_loading)
+            patience_s = _REST_S if self._workers.has_lent else None
             try:
                 command = self._commands.get(
-                    block=not has_work, timeout=_LOADING_LOOK_S if is_loading else None
+                    block=not has_work, timeout=_LOADING_LOOK_S if is_loading else patience_s
                 )
             except queue.Empty:
                 if has_work:
@@ -263,10 +267,11 @@ class Engine:
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         try:
             self._workers.claim_context(self._lengths_after(works))
-        except GenerationError as error:
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
             # Nothing has begun: the account is still that of the step before.
-            _log.error("a step of %d requests failed: %s", len(works), error)
-            self._fail(works, error)
+            self._fail(works, self._failure_of(error, len(works)))
             return
         before = _Waits.of(ways)
         try:
@@ -303,23 +308,31 @@ class Engine:
 
     def _end_failed_step(self, error: Exception, works: list[Work], ways: Ways, before: _Waits) -> None:
         """Ends the sequences of a step, each with what has gone wrong for it."""
+        failure = self._failure_of(error, len(works))
+        if failure is not error:
+            self._fail(works, failure)
+            return
+        if isinstance(error, StepStalledError):
+            for words in self._workers.describe():
+                _log.error("meanwhile %s", words)
+        _Waits.of(ways).book_since(before, works)
+        account_failed(works, ways)
+        for work, start, stop in places(works):
+            own = ways.experts.counts.failure(start, stop)
+            self._end_with_failure(work.sequence, own or failure)
+
+    def _failure_of(self, error: Exception, num_requests: int) -> GenerationError:
+        """What clients are told of an error, which is logged."""
         if isinstance(error, GenerationError):
-            _log.error("a step of %d requests failed: %s", len(works), error)
-            if isinstance(error, StepStalledError):
-                for words in self._workers.describe():
-                    _log.error("meanwhile %s", words)
-            _Waits.of(ways).book_since(before, works)
-            account_failed(works, ways)
-            for work, start, stop in places(works):
-                own = ways.experts.counts.failure(start, stop)
-                self._end_with_failure(work.sequence, own or error)
-        elif _is_out_of_memory(error):
-            _log.error("a step of %d requests failed: %s", len(works), error)
-            remedy = "the device is out of memory; lower --max-context, --parallel or --prefill"
-            self._fail(works, GenerationError(remedy))
-        else:
-            _log.error("a step of %d requests failed", len(works), exc_info=error)
-            self._fail(works, GenerationError("an internal error; the server's log has the details"))
+            _log.error("a step of %d requests failed: %s", num_requests, error)
+            return error
+        if _is_out_of_memory(error):
+            _log.error("a step of %d requests failed: %s", num_requests, error)
+            return GenerationError(
+                "the device is out of memory; lower --max-context, --parallel or --prefill"
+            )
+        _log.error("a step of %d requests failed", num_requests, exc_info=error)
+        return GenerationError("an internal error; the server's log has the details")
 
     def _advance(
         self, works: list[Work], choices: list[tuple[Sequence, NDArray[np.float32]]], ngram_wait_s: float

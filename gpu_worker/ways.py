@@ -135,6 +135,11 @@ class AttachedWorkers:
         placement.claim_context(())
         placement.claim_work_space(0)
 
+    @property
+    def has_lent(self) -> bool:
+        """Whether slots are lent."""
+        return self._placement is not None and self._placement.cache.lent_bytes > 0
+
     def go_on_loading(self) -> bool:
         """Takes the loading of experts as far as it goes; whether there is more to come."""
         if self._placement is None:

@@ -232,7 +232,7 @@ class GpuWorkerConfig(CapacityConfig):
     expert_policy: str = setting(
         SWAP_POLICIES[0],
         "how experts on the device are exchanged: adaptive by how often they are used, lru takes each that "
-        "was transferred for the one longest unused, static never",
+        "was missed for the one longest unused, static never",
         group=_PLACEMENT,
         choices=SWAP_POLICIES,
     )

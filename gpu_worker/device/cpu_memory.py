@@ -7,10 +7,12 @@ as those of a graphics card.
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ class _Done:
     def wait(self, timeout_s: float) -> None:
         """Nothing to wait for."""
 
+    def seconds(self) -> float:
+        """Nothing was copied."""
+        return 0.0
+
 
 class _Copy:
     """Some copies that belong together, and the event of their end."""
@@ -38,9 +44,11 @@ class _Copy:
         self._kept = kept
         self.has_ended = threading.Event()
         self._error: BaseException | None = None
+        self._seconds = 0.0
 
     def run(self) -> None:
         """Copies; on the copying thread."""
+        started = time.perf_counter()
         try:
             for target, source, num_bytes in self._moves:
                 # A call that does not hold the GIL.
@@ -49,6 +57,7 @@ class _Copy:
             self._error = error
         finally:
             self._kept = ()
+            self._seconds = time.perf_counter() - started
             self.has_ended.set()
 
     def is_done(self) -> bool:
@@ -64,6 +73,10 @@ class _Copy:
             assert timeout_s is not None
             raise stalled(timeout_s)
         self._raise_error()
+
+    def seconds(self) -> float:
+        """As `gpu_worker.device.memory.Event` says."""
+        return self._seconds
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -177,6 +190,10 @@ class CpuMemory:
         copy = _Copy(moves, kept)
         self._copies.put(copy)
         return copy
+
+    def host_buffer(self, num_bytes: int) -> Bytes:
+        """RAM like any other."""
+        return np.empty(num_bytes, np.uint8)
 
     def record(self) -> Event:
         """It has happened: compute is synchronous."""

@@ -24,10 +24,17 @@ class _CudaEvent:
     """An event of a stream. A failed copy, as anything that fails on the device, is a RuntimeError from the
     next look on, and the device is of no use to this process after that."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        """The end of what is in the stream so far."""
-        self.event = _cuda.Event()
+    def __init__(
+        self, stream: torch.cuda.Stream, since: "_CudaEvent | None" = None, *, is_timed: bool = False
+    ) -> None:
+        """The end of what is in the stream so far; `since` is when its copies began, and both are timed."""
+        self.event = _cuda.Event(enable_timing=is_timed or since is not None)
         self.event.record(stream)
+        self._since = since
+
+    def seconds(self) -> float:
+        """As `gpu_worker.device.memory.Event` says."""
+        return 0.0 if self._since is None else float(self._since.event.elapsed_time(self.event)) / 1e3
 
     def is_done(self) -> bool:
         """As `gpu_worker.device.memory.Event` says."""
@@ -86,11 +93,11 @@ class CudaMemory:
     ) -> Event:
         """As `gpu_worker.device.memory.DeviceMemory` says. Asynchronous for arrays that are pinned."""
         places = places_of(parts, target, offsets, are_written=False)
-        self._begin(after)
+        began = self._begin(after)
         with torch.inference_mode(), torch.cuda.stream(self._copies):
             for part, at in zip(parts, places, strict=True):
                 target[at : at + part.nbytes].copy_(host_tensor(part), non_blocking=True)
-        return _CudaEvent(self._copies)
+        return _CudaEvent(self._copies, began)
 
     def copy_out(
         self,
@@ -101,11 +108,16 @@ class CudaMemory:
     ) -> Event:
         """As `gpu_worker.device.memory.DeviceMemory` says. Asynchronous for arrays that are pinned."""
         places = places_of(parts, source, offsets, are_written=True)
-        self._begin(after)
+        began = self._begin(after)
         with torch.inference_mode(), torch.cuda.stream(self._copies):
             for part, at in zip(parts, places, strict=True):
                 host_tensor(part).copy_(source[at : at + part.nbytes], non_blocking=True)
-        return _CudaEvent(self._copies)
+        return _CudaEvent(self._copies, began)
+
+    def host_buffer(self, num_bytes: int) -> Bytes:
+        """In locked pages, which torch keeps for the next one who asks."""
+        buffer: Bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return buffer
 
     def record(self) -> Event:
         """As `gpu_worker.device.memory.DeviceMemory` says."""
@@ -141,7 +153,8 @@ class CudaMemory:
     def _compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
 
-    def _begin(self, after: Event | None) -> None:
+    def _begin(self, after: Event | None) -> _CudaEvent:
         if after is not None:
             assert isinstance(after, _CudaEvent)
             self._copies.wait_event(after.event)
+        return _CudaEvent(self._copies, is_timed=True)

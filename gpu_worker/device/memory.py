@@ -39,6 +39,10 @@ class Event(Protocol):
         """Returns when it has happened. Raises StepStalledError where it has not within that time, and what
         has made a copy before it fail."""
 
+    def seconds(self) -> float:
+        """How long the copies of `copy_in` or `copy_out` took themselves, without what they waited for; 0 for
+        any other event. It has happened."""
+
 
 class DeviceMemory(Protocol):
     """Memory of one device, as much of it as the owner was given."""
@@ -78,6 +82,9 @@ class DeviceMemory(Protocol):
         after: Event | None = None,
     ) -> Event:
         """The same from `source` into host arrays, which have the values once the event has happened."""
+
+    def host_buffer(self, num_bytes: int) -> Bytes:
+        """Host memory, uint8 [num_bytes], that copies to and from the device are fast with."""
 
     def record(self) -> Event:
         """The end of all compute that has been issued so far."""

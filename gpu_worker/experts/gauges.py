@@ -20,6 +20,10 @@ class ExpertGauges:
     """Experts that have come in exchange for others."""
     expert_swapped_bytes_total: int = 0
     """Bytes that were copied to the device for that."""
+    expert_cache_loaded_bytes_total: int = 0
+    """The same for all that has come into slots, fills at the start among it."""
+    expert_cache_failures_total: int = 0
+    """Loads of slots that have failed: blobs that could not be read or copied."""
     pcie_frac: float = 0.0
     """Share of missed experts that is transferred now: 0 to 1."""
     pcie_frac_updates_total: int = 0

@@ -15,7 +15,7 @@ from gpu_worker.experts.expert_cache import ExpertCache
 from gpu_worker.experts.gauges import ExpertGauges
 from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.interface import ProgressReport
-from gpu_worker.state.sequence_state import context_bytes
+from gpu_worker.state.sequence_state import storage_bytes
 from shared.config import GpuWorkerConfig, expert_cache_slots
 from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
@@ -139,6 +139,8 @@ class ExpertPlacement:
             expert_cache_coverage=table.coverage,
             expert_swaps_total=counts.num_swaps,
             expert_swapped_bytes_total=counts.swapped_bytes,
+            expert_cache_loaded_bytes_total=counts.loaded_bytes,
+            expert_cache_failures_total=counts.num_failures,
             pcie_frac=share.share,
             pcie_frac_updates_total=share.num_updates,
             tail_skip_active=int(self.skip_rank > 0),
@@ -218,8 +220,8 @@ def open_placement(
             cpu_share=settings.prefill_cpu_share,
             skip_rank=settings.route_tail_skip,
             borrows=settings.prefill_borrow,
-            context_bytes=partial(context_bytes, config) if settings.kv_grow else None,
-            set_aside_bytes=context_bytes(config, KV_GROW_FIRST),
+            context_bytes=partial(storage_bytes, config) if settings.kv_grow else None,
+            set_aside_bytes=storage_bytes(config, min(_max_context(settings, config), KV_GROW_FIRST)),
         )
         policy = policy_named(
             settings.expert_policy,
@@ -253,6 +255,10 @@ def wants_experts(settings: GpuWorkerConfig, torch_device: torch.device) -> bool
     return torch_device.type != "cpu" if asked is None else asked > 0
 
 
+def _max_context(settings: GpuWorkerConfig, config: Qwen4ExpConfig) -> int:
+    return min(settings.max_context or config.context_length, config.context_length)
+
+
 def _room(
     settings: GpuWorkerConfig, model: GGUFModel, config: Qwen4ExpConfig, device: Device, work_bytes: int
 ) -> int:
@@ -262,13 +268,14 @@ def _room(
     free_bytes = unlimited.free_bytes()
     unlimited.close()
     if settings.vram_budget:
-        free_bytes = min(free_bytes, int(settings.vram_budget * 2**30))
-    trained = config.context_length
+        # Dense weights are a part of it.
+        taken_bytes = torch.cuda.memory_allocated(device.torch_device)
+        free_bytes = min(free_bytes, int(settings.vram_budget * 2**30) - taken_bytes)
     needs = device_needs(
         config,
         dense=0,
         widest_matrix=widest_matrix_bytes(model, config),
-        max_context=min(settings.max_context or trained, trained),
+        max_context=_max_context(settings, config),
         parallel=settings.parallel,
         kv_grow=settings.kv_grow,
         reserve=settings.vram_reserve_mib << 20,

@@ -86,12 +86,12 @@ class ThreeWays:
         self._streams = num_prefill_tokens >= rules.stream_min
         self._cache.pump()
         self._lend_work_space(stops[-1])
-        self._cache.is_held = self._streams
         if not self._streams and self._cache.num_kept:
             started = time.perf_counter()
             self._cache.load_kept()
             self.transfer_waited_s += time.perf_counter() - started
-        self._ticket = self._cache.begin_step()
+        self._ticket = self._cache.begin_step(is_held=self._streams)
+        self._copied = self._transfers.copied_bytes, self._transfers.copied_s
         share = placement.link_share.share
         if self._is_window:
             self._rules = PlanRules(transfer_share=share, skip_rank=placement.skip_rank)
@@ -111,10 +111,20 @@ class ThreeWays:
         if has_failed:
             self._transfers.abandon()
         self._cache.end_step()
-        self._cache.is_held = False
         if self._is_window and not has_failed:
+            self._note_copies()
             self._placement.after_window()
         self._cache.pump()
+
+    def _note_copies(self) -> None:
+        """What the link has done in a window. The stager's part is left out: it brings one blob while another
+        is copied."""
+        self._transfers.pump()
+        num_bytes, seconds = self._copied
+        transfers = self._transfers
+        self._placement.link_share.note_transfers(
+            transfers.copied_bytes - num_bytes, transfers.copied_s - seconds
+        )
 
     def _lend_work_space(self, num_tokens: int) -> None:
         """Lends slots to a step that is streamed, and takes them back from one that was."""
@@ -152,7 +162,6 @@ class ThreeWays:
             self._cpu_ticket = self._cpu.submit(
                 layer, host_x[0], torch.from_numpy(plan.cpu_ids), host_weights
             )
-        self._began, self._moved_bytes = time.perf_counter(), self._transfers.moved_bytes
         if plan.num_transfer_groups and not self._streams:
             self._transfers.ask(layer, plan.group_experts[plan.num_device_groups :].tolist())
         self.counts.add_ways(plan.token_device_routes, plan.token_transfer_routes, plan.token_skipped_routes)
@@ -239,7 +248,6 @@ class ThreeWays:
         """Computes the next blobs as they arrive; those that nobody has chosen are let go."""
         first = plan.num_device_groups
         groups = {expert: first + i for i, expert in enumerate(plan.group_experts[first:].tolist())}
-        began, moved = self._began, self._moved_bytes
         while num_blobs:
             started = time.perf_counter()
             arrivals = self._transfers.take(min(num_blobs, _MOST_AT_ONCE))
@@ -247,10 +255,6 @@ class ThreeWays:
             self.transfer_waited_s += waited_s
             num_blobs -= len(arrivals)
             self._use(plan, arrivals, groups, waited_s)
-        if self._is_window:
-            # With what the stager takes to have them ready: what a transfer costs is all of it.
-            took_s = time.perf_counter() - began
-            self._placement.link_share.note_transfers(self._transfers.moved_bytes - moved, took_s)
 
     def _use(
         self, plan: LayerPlan, arrivals: Sequence[Arrival], groups: dict[int, int], waited_s: float

@@ -14,16 +14,17 @@ import errno
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from torch import Tensor
 
 from gpu_worker.device.expert_slots import DeviceExperts
-from gpu_worker.device.memory import DeviceMemory, Event
+from gpu_worker.device.memory import Bytes, DeviceMemory, Event
 from gpu_worker.experts.expert_cache import ExpertCache
 from gpu_worker.experts.staging import Staging
 from shared.errors import StrataError, WorkerFailedError
 
-_NOT_ASKED, _IN_RAM = -1, -2
+_NOT_ASKED = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,8 @@ class Arrival:
     layer: int
     expert: int
     place: int = _NOT_ASKED
+    # Of one that is kept in RAM: it may be forgotten there before it has landed.
+    blob: Bytes | None = None
     buffer: Tensor | None = None
     copied: Event | None = None
     error_number: int = 0
@@ -75,7 +78,7 @@ class Transfers:
         self._wanted: deque[Arrival] = deque()
         self._asked: deque[Arrival] = deque()
         self._landed: deque[Arrival] = deque()
-        # Those whose places are read from by a copy.
+        # Those whose places, or blobs, are read from by a copy.
         self._held: deque[Arrival] = deque()
         self._buffers = _Buffers()
         self._own: list[Tensor] = []
@@ -85,7 +88,9 @@ class Transfers:
         self.buffer_bytes = max(experts.slot_bytes(layer) for layer in range(cache.table.num_layers))
         """Of one landing buffer: any expert fits."""
         self.moved_bytes = 0
-        """Copied to the device since the start."""
+        """Copied to the device since the start, or being copied."""
+        self.copied_bytes, self.copied_s = 0, 0.0
+        """Of copies that were seen to have ended, and how long they took."""
         self._own = self._allocate(num_buffers)
 
     def _allocate(self, count: int) -> list[Tensor]:
@@ -155,7 +160,7 @@ class Transfers:
             self._let_end(arrival.copied)
         self._free_places()
         for arrival in self._asked:
-            if arrival.place >= 0:
+            if arrival.place != _NOT_ASKED:
                 self._staging.free(arrival.place)
         for arrival in self._landed:
             self.used(arrival)
@@ -175,34 +180,48 @@ class Transfers:
             self.feed()
         while self._asked and self._buffers.free and self._land(self._asked[0]):
             self._landed.append(self._asked.popleft())
-        while self._wanted and self._stage(self._wanted[0]):
-            self._asked.append(self._wanted.popleft())
+        while self._wanted and self._stage_next():
+            pass
 
     def _free_places(self) -> None:
         while self._held:
             copied = self._held[0].copied
             if copied is not None and not _is_done(copied):
                 break
-            self._staging.free(self._held.popleft().place)
+            arrival = self._held.popleft()
+            if copied is not None:
+                self.copied_s += copied.seconds()
+                self.copied_bytes += self._experts.slot_bytes(arrival.layer)
+            if arrival.place != _NOT_ASKED:
+                self._staging.free(arrival.place)
 
-    def _stage(self, arrival: Arrival) -> bool:
-        """Has a blob staged; whether that is under way."""
-        if self._cache.kept(arrival.layer, arrival.expert) is not None:
-            arrival.place = _IN_RAM
-            return True
-        places = self._staging.request(arrival.layer, [arrival.expert])
-        if not places:
-            return False
-        arrival.place = places[0]
-        return True
+    def _stage_next(self) -> bool:
+        """Has the next blobs staged, all of one layer at once; whether that is under way."""
+        layer, batch = self._wanted[0].layer, []
+        for arrival in islice(self._wanted, max(1, self._staging.num_free)):
+            if arrival.layer != layer or self._is_kept(arrival):
+                break
+            batch.append(arrival)
+        if batch:
+            places = self._staging.request(layer, [arrival.expert for arrival in batch])
+            for arrival, place in zip(batch, places, strict=False):
+                arrival.place = place
+            count = len(places)
+        else:
+            count = 1
+        self._asked += [self._wanted.popleft() for _ in range(count)]
+        return count > 0
+
+    def _is_kept(self, arrival: Arrival) -> bool:
+        """Whether it comes from RAM, not from the stager."""
+        arrival.blob = self._cache.kept(arrival.layer, arrival.expert)
+        return arrival.blob is not None
 
     def _land(self, arrival: Arrival) -> bool:
         """Begins the copy to the device, or notes that there will be none; False where it cannot begin."""
         layer, expert, staging = arrival.layer, arrival.expert, self._staging
-        if arrival.place == _IN_RAM:
-            blob = self._cache.kept(layer, expert)
-            assert blob is not None, "what is lent stays lent while a step runs"
-            parts, offsets = [blob], [0]
+        if arrival.blob is not None:
+            parts, offsets = [arrival.blob], [0]
         else:
             state = staging.state(arrival.place)
             if state == 0:
@@ -218,8 +237,7 @@ class Transfers:
         self._buffers.taken[buffer.memory.data_ptr()] = buffer
         arrival.buffer = buffer.memory
         arrival.copied = self._memory.copy_in(parts, buffer.memory, offsets, buffer.used)
-        if arrival.place >= 0:
-            self._held.append(arrival)
+        self._held.append(arrival)
         self.moved_bytes += self._experts.slot_bytes(layer)
         return True
 

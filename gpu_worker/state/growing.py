@@ -7,9 +7,10 @@ than one step beyond what a context needs; what that costs in copies is less tha
 import torch
 from torch import Tensor
 
+from shared.placement.memory_plan import KV_GROW_STEP
+
 _FIRST_ROWS = 256
-STEP_ROWS = 8192
-"""The step of `--kv-grow` in the original engine."""
+STEP_ROWS = KV_GROW_STEP
 
 
 class GrowingRows:

@@ -68,7 +68,7 @@ class SequenceState:
             )
 
 
-def context_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
+def storage_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
     """What the attention layers of one sequence have grown to when it has so many tokens, in bytes: all of a
     state that depends on its length."""
     num_bytes = 0

@@ -32,7 +32,7 @@ from torch import Tensor
 from gpu_worker.device.cpu_memory import CpuMemory
 from gpu_worker.device.cpu_slot_experts import CpuSlotExperts
 from gpu_worker.device.memory import Bytes, Event
-from gpu_worker.experts import expert_cache
+from gpu_worker.experts import slot_loads
 from gpu_worker.experts.expert_cache import ExpertCache
 from gpu_worker.experts.transfers import Arrival, Transfers
 from shared.expert_blobs import BlobLayout
@@ -64,6 +64,9 @@ class LateEvent:
 
     def wait(self, timeout_s: float) -> None:
         self.has_happened = True
+
+    def seconds(self) -> float:
+        return 0.0
 
 
 class BrokenMoves(list[tuple[int, int, int]]):
@@ -117,7 +120,7 @@ class Placed(RuleBasedStateMachine):
 
     @initialize(num_slots=st.integers(1, ALL), hottest=st.randoms(use_true_random=False))
     def begin(self, num_slots: int, hottest: random.Random) -> None:
-        self.patch = mock.patch.object(expert_cache, "RETRY_S", 0.0)
+        self.patch = mock.patch.object(slot_loads, "RETRY_S", 0.0)
         self.patch.start()
         self.layout = BlobLayout(self.file, NUM_LAYERS)
         self.experts = CpuSlotExperts(self.file, NUM_LAYERS, self.team)
@@ -234,7 +237,7 @@ class Placed(RuleBasedStateMachine):
     def step(self, chosen: list[tuple[int, list[int]]], ends_well: bool) -> None:
         """Computes from slots, and has the rest transferred; or is broken off before they are taken."""
         assert self.transfers is not None
-        ticket = self.cache.begin_step()
+        ticket = self.cache.begin_step(is_held=False)
         with self.ending():
             for layer, experts in chosen:
                 missed = self.compute_hits(layer, experts, ticket)
@@ -249,7 +252,7 @@ class Placed(RuleBasedStateMachine):
         """Streams what is not on the device, ahead of what computes it; nobody leaves a slot meanwhile."""
         transfers = self.transfers
         assert transfers is not None
-        ticket = self.cache.begin_step()
+        ticket = self.cache.begin_step(is_held=True)
         asked: list[list[int]] = []
 
         def ask_layer() -> None:
@@ -259,7 +262,6 @@ class Placed(RuleBasedStateMachine):
             asked.append(np.flatnonzero(self.table.slot_of[len(asked)] < 0).tolist())
             transfers.ask(len(asked) - 1, asked[-1])
 
-        self.cache.is_held = True
         transfers.feed = ask_layer
         with self.ending():
             for layer in range(NUM_LAYERS):
@@ -283,7 +285,6 @@ class Placed(RuleBasedStateMachine):
             self.transfers.abandon()
         self.transfers.feed = None
         self.cache.end_step()
-        self.cache.is_held = False
         self.cache.pump()
         assert self.transfers.num_wanted == 0
 
@@ -331,16 +332,17 @@ class Placed(RuleBasedStateMachine):
             state, expert = table.state(slot), int(table.expert_of[slot])
             assert (expert == NO_EXPERT) == (state in (SlotState.EMPTY, SlotState.LENT))
             is_lent = state is SlotState.LENT
-            assert is_lent == (cache._segment_of[slot].memory is None)
+            assert is_lent == cache._slots.is_lent(slot)
             if state is SlotState.RESIDENT:
                 assert table.slot_of[layer, expert] == slot
                 self.check_blob(cache.buffer(slot), layer, expert)
         assert (table.slot_of >= 0).sum() == table.num_resident
-        loads = [*cache._queue, *cache._asked, *cache._copying]
-        coming = [load for load in loads if not load.is_dropped]
-        assert {load.slot for load in coming} == cache._busy_slots
-        assert {(load.layer, load.expert) for load in coming} == cache._coming
-        assert len(coming) == len(cache._busy_slots) == len(cache._coming)
+        loads = cache._loads
+        under_way = [*loads._queue, *loads._asked, *loads._copying]
+        coming = [load for load in under_way if not load.is_dropped]
+        assert {load.slot for load in coming} == loads._busy_slots
+        assert {(load.layer, load.expert) for load in coming} == loads._coming
+        assert len(coming) == len(loads._busy_slots) == len(loads._coming)
         transfers = self.transfers
         landing = 0 if transfers is None else transfers.num_buffers * transfers.buffer_bytes
         assert self.memory.free_bytes() == self.budget - cache.num_bytes + cache.lent_bytes - landing
@@ -357,15 +359,15 @@ class Placed(RuleBasedStateMachine):
         self.compute_is_late(late=False)
         deadline = time.monotonic() + TIMEOUT_S
         cache.pump()
-        while cache.is_busy or cache._unfilled:
+        while cache.is_busy or cache._loads._unfilled:
             assert time.monotonic() < deadline
             cache.pump()
         for slot, layer in enumerate(cache.layers):
             if table.state(slot) is SlotState.EMPTY:
-                owner = cache._owners[slot]
+                owner = cache._loads.owners[slot]
                 assert table.slot_of[layer, owner] not in (NO_SLOT, slot)
             elif table.state(slot) is SlotState.RESIDENT:
-                assert cache._owners[slot] == table.expert_of[slot]
+                assert cache._loads.owners[slot] == table.expert_of[slot]
         self.transfers.pump()
         while staging.num_free < NUM_PLACES:
             assert time.monotonic() < deadline
@@ -373,7 +375,7 @@ class Placed(RuleBasedStateMachine):
         assert len(self.transfers._buffers.free) == self.transfers.num_buffers
         assert not any(cache.claims.values()) or cache.lent_bytes
         # What is kept is lent, or somebody's who came back by another way.
-        assert not cache._kept or cache.lent_bytes
+        assert not cache.num_kept or cache.lent_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "table"):

@@ -30,14 +30,20 @@ class _Stream:
 class _Event:
     is_done = True
 
-    def __init__(self) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self.name = "nothing"
+        self._is_timed = enable_timing
 
     def record(self, stream: _Stream) -> None:
         self.name = f"the end of {stream.name}"
 
     def query(self) -> bool:
         return self.is_done
+
+    def elapsed_time(self, end: "_Event") -> float:
+        assert self._is_timed
+        assert end._is_timed
+        return 250.0
 
 
 @pytest.fixture
@@ -79,7 +85,10 @@ def test_order_of_copies_and_compute(told: list[str]) -> None:
     assert [slot[at].item() for at in (0, 999, 3000, 3999)] == [1, 1, 2, 2]
     told.clear()
     saved = np.empty(10, np.uint8)
-    memory.copy_out(slot, [saved], [995], after=memory.record()).wait(1)
+    assert memory.record().seconds() == 0
+    copied = memory.copy_out(slot, [saved], [995], after=memory.record())
+    copied.wait(1)
+    assert copied.seconds() == 0.25
     assert saved[:5].tolist() == [1] * 5
     assert told == ["copies waits for the end of compute"]
     told.clear()

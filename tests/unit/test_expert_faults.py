@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +25,9 @@ from torch import Tensor
 from benchmarks.in_process import InProcessModel
 from gpu_worker.device import cpu_memory
 from gpu_worker.device.memory import stalled
-from gpu_worker.experts import expert_cache
+from gpu_worker.experts import slot_loads
 from gpu_worker.experts.placement import LANDING_BUFFERS, ExpertPlacement
+from gpu_worker.experts.slot_memory import Segment
 from gpu_worker.experts.transfers import Transfers
 from shared.config import GpuWorkerConfig
 from shared.errors import ResourceError
@@ -69,7 +70,7 @@ def alone(path: Path) -> Alone:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has failed is tried again soon."""
-    monkeypatch.setattr(expert_cache, "RETRY_S", 0.05)
+    monkeypatch.setattr(slot_loads, "RETRY_S", 0.05)
 
 
 @contextmanager
@@ -288,7 +289,7 @@ def test_slots_that_cannot_be_filled(path: Path, alone: Alone, caplog: pytest.Lo
         # As after a loss: all of it is read once more.
         for slot in range(ALL):
             table.evict(slot)
-        placement_of(running).cache._queue_loads(range(ALL))
+        placement_of(running).cache._loads.fill(range(ALL))
         running.attach(Role.STAGER)
         wait_until(lambda: placement_of(running).cache.counts.num_failures)
         wait_until(lambda: table.num_resident == ALL - 1)
@@ -300,7 +301,7 @@ def test_slots_that_cannot_be_filled(path: Path, alone: Alone, caplog: pytest.Lo
         wait_until(lambda: _is_asked_again(running, disk))
         assert table.num_resident == ALL - 1
         disk.is_bad = False
-        time.sleep(expert_cache.RETRY_S)
+        time.sleep(slot_loads.RETRY_S)
         running.ask("b", SHORT, 8)
         check(running.answer("b"), alone(SHORT, 8), len(SHORT))
         wait_until_loaded(running)
@@ -343,7 +344,7 @@ def test_an_exchange_that_cannot_be_read(path: Path, alone: Alone) -> None:
         assert placement.cache.counts.num_failures > 1
         assert placement.cache.counts.num_swaps == 0
         assert placement.cache.table.expert_of.tolist() == [0] * NUM_LAYERS
-        assert placement.cache._owners == [0] * NUM_LAYERS
+        assert placement.cache._loads.owners == [0] * NUM_LAYERS
         disk.is_bad = False
         running.ask("b", SHORT, 24)
         check(running.answer("b"), alone(SHORT, 24), len(SHORT))
@@ -597,8 +598,58 @@ def test_memory_that_comes_back_late(path: Path, alone: Alone) -> None:
         placement.memory.allocate = refuse  # type: ignore[method-assign]
         running.ask("a", LONG, 80)
         check(running.answer("a"), alone(LONG, 80), len(LONG))
+        wait_until(lambda: placement.cache.lent_bytes == 0)
         assert num_refused == 3
-        assert placement.cache.lent_bytes == 0
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lru"])
+def test_prompts_one_after_the_other(path: Path, alone: Alone, policy: str) -> None:
+    """Slots are lent, given back and filled from RAM, and experts exchanged, all of it under way when the
+    next prompt comes."""
+    rng = np.random.default_rng(0)
+    with running_with(
+        path,
+        ALL // 2,
+        places_per_layer=4,
+        prefill_stream_min=STREAM_MIN,
+        pcie_frac=0.5,
+        expert_policy=policy,
+        adapt_every=1,
+    ) as running:
+        wait_until_loaded(running)
+        placement_of(running).cache.keeps_lent = True
+        for number in range(25):
+            prompt = rng.integers(0, 256, int(rng.integers(9, 70))).tolist()
+            num_new = int(rng.integers(1, 8))
+            running.ask(f"{number}", prompt, num_new)
+            check(running.answer(f"{number}"), alone(prompt, num_new), len(prompt))
+
+
+def test_memory_that_cannot_be_lent(path: Path, alone: Alone) -> None:
+    """A claim that fails is no claim: the next request makes it again."""
+    with running_with(path, ALL, kv_grow=True, pcie_frac=0.0) as running:
+        wait_until_loaded(running)
+        placement = placement_of(running)
+        cache, share = placement.cache, placement.cache.num_bytes // 4
+        placement.rules = replace(
+            placement.rules, context_bytes=lambda length: share if length > 20 else 0, set_aside_bytes=0
+        )
+        keep, cache.keeps_lent = cache._keep, True
+
+        def fail(segment: Segment) -> None:
+            raise MemoryError("no room in RAM")
+
+        cache._keep = fail  # type: ignore[method-assign]
+        running.ask("a", LONG, 4)
+        end = running.answer("a").end
+        assert isinstance(end, RequestFailed)
+        assert "out of memory" in end.reason
+        assert not any(cache.claims.values())
+        cache._keep = keep  # type: ignore[method-assign]
+        running.ask("b", LONG, 4)
+        check(running.answer("b"), alone(LONG, 4), len(LONG))
+        assert cache.claims["keys and values"] == share
+        assert cache.lent_bytes >= share
 
 
 # Routes that are left out, and written down.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_worker.state.growing import STEP_ROWS, GrowingRows, capacity_of
-from gpu_worker.state.sequence_state import SequenceState, context_bytes
+from gpu_worker.state.sequence_state import SequenceState, storage_bytes
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from tests.support.tiny_model import tiny_model
@@ -50,7 +50,7 @@ def test_a_long_context_takes_one_step_more_than_it_needs() -> None:
 def test_bytes_of_a_context(tmp_path: Path) -> None:
     """What is planned with is what a sequence takes."""
     config = read_model_config(GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")))
-    assert context_bytes(config, 0) == 0
+    assert storage_bytes(config, 0) == 0
     for length in (1, 300, 9000):
         state, taken = SequenceState(config, CPU), 0
         for layer, attention in state.attention.items():
@@ -59,7 +59,7 @@ def test_bytes_of_a_context(tmp_path: Path) -> None:
             if num_blocks := length // config.compress_ratios[layer]:
                 attention.block_keys.reserve(num_blocks)
             taken += sum(rows.num_bytes for rows in (attention.keys, attention.values, attention.block_keys))
-        assert taken == context_bytes(config, length)
+        assert taken == storage_bytes(config, length)
 
 
 @pytest.mark.parametrize("has_ngrams", [True, False])
