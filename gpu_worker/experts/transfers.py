@@ -178,10 +178,16 @@ class Transfers:
         self._free_places()
         if self.feed is not None and len(self._wanted) + len(self._asked) < self._staging.num_places:
             self.feed()
-        while self._asked and self._buffers.free and self._land(self._asked[0]):
+        while self._asked and self._buffers.free and self._may_copy and self._land(self._asked[0]):
             self._landed.append(self._asked.popleft())
         while self._wanted and self._stage_next():
             pass
+
+    @property
+    def _may_copy(self) -> bool:
+        """No more copies are under way than there are places: small ones that compute waits for come behind
+        all of them."""
+        return len(self._held) < self._staging.num_places
 
     def _free_places(self) -> None:
         while self._held:
@@ -288,8 +294,8 @@ class Transfers:
             self._cache.pump()
             if self._landed:
                 return
-            if not self._asked and self._held:
-                # Places are all taken by copies.
+            if self._held and (not self._asked or not self._may_copy):
+                # Places are all taken by copies, or there are as many as may be.
                 self._let_end(self._held[0].copied)
             else:
                 self._staging.wait_any(seen)

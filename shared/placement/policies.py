@@ -1,7 +1,8 @@
 """Which experts should be exchanged: proposals after each window, a step in which tokens are decoded.
 
 Pairs stay in one layer, since slots do. A proposal is good as of now: whoever carries it out, the device's
-expert cache or a replay (`begin_swap`), drops those that no longer fit. An expert that is loading is neither proposed nor in the way.
+expert cache or a replay (`begin_swap`), drops those that no longer fit. An expert that is loading is neither
+proposed nor in the way.
 """
 
 from collections.abc import Sequence
