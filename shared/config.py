@@ -141,7 +141,7 @@ class CapacityConfig(CommonConfig):
     )
     parallel: int = setting(
         4,
-        "requests that are computed at the same time",
+        "requests that are computed at the same time; slots of experts are --expert-cache",
         group=_CAPACITY,
         unit="N",
         minimum=1,
@@ -239,7 +239,8 @@ class GpuWorkerConfig(CapacityConfig):
     expert_profile: Path | None = setting(
         None,
         "file that how often experts are used is loaded from, and saved to, while running and at the end "
-        "(default: one for the model, beside the compiled kernels)",
+        "(default: one for the model, in the folder profiles of the cache directory); a file that does not "
+        "exist is created, a folder is not",
         group=_PLACEMENT,
         unit="FILE",
     )
@@ -253,15 +254,19 @@ class GpuWorkerConfig(CapacityConfig):
     )
     route_tail_skip: int = setting(
         0,
-        "leave out a missed expert that no token ranks among its first N; changes outputs, and is counted; "
-        "0 leaves out none, the original engine's value is 7",
+        "leave out an expert without a slot that every token of the step ranks behind its first N; saves "
+        "work and changes outputs, answers count it; 0 leaves out none, the original engine's value is 7",
         group=_PLACEMENT,
         unit="N",
         minimum=0,
         maximum=64,
     )
     adapt_every: int = setting(
-        4, "windows of decoding between two rounds of exchanges", group=_PLACEMENT, unit="N", minimum=1
+        4,
+        "windows (steps of decoding) between two rounds of exchanges",
+        group=_PLACEMENT,
+        unit="N",
+        minimum=1,
     )
     adapt_swaps: int = setting(
         96, "exchanges in a round at most", group=_PLACEMENT, unit="N", minimum=0, maximum=65536

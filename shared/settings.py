@@ -92,7 +92,7 @@ def settings_of(*config_classes: type[Any]) -> dict[str, Setting]:
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting]) -> None:
-    """Adds one flag per setting, grouped, with unit and default in its help.
+    """Adds one flag per setting, grouped, with unit (what stands for the value) and default in its help.
 
     A flag that is not given leaves no attribute, so that `resolve` can tell it from one that is.
     """
@@ -132,7 +132,9 @@ def resolve(
     values: dict[str, Any] = {}
     for name, item in settings_of(config_class).items():
         if name in flags:
-            values[name] = _checked(item, flags[name], item.flag)
+            # Who typed the second name of a flag shall know it again, and whoever means something else by it.
+            also = f" ({', '.join(item.spec.flags)})" if item.spec.flags else ""
+            values[name] = _checked(item, flags[name], f"{item.flag}{also}")
         elif environment.get(item.variable):
             # An empty variable counts as unset: `VARIABLE: ${VARIABLE:-}` in a compose file gives one.
             values[name] = _checked(item, environment[item.variable], item.variable)
@@ -167,15 +169,12 @@ def describe(config: Any) -> dict[str, str]:
     }
 
 
-_UNITS = ("SECONDS", "TOKENS", "MiB", "GiB")
-
-
 def _help(item: Setting) -> str:
     default = "none" if item.default in (None, "", ()) else _text(item.default)
-    # The others say what kind of thing it is, which the place holder after the flag shows.
-    unit = f", in {item.spec.unit}" if item.spec.unit in _UNITS else ""
+    # Some texts say themselves what happens where nothing is set.
+    told = "" if "(default:" in item.spec.help else f" (default {default})"
     # argparse expands % in help texts.
-    return f"{item.spec.help}{unit} (default {default}) [{item.variable}]".replace("%", "%%")
+    return f"{item.spec.help}{told} [{item.variable}]".replace("%", "%%")
 
 
 def _read_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from shared.config import PROCESS_CONFIGS
 from shared.settings import Setting, settings_of
 
 README = Path(__file__).parents[1] / "README.md"
+_BAR = r"\|"
 _MARKERS = re.compile(r"(<!-- settings -->\n).*?(<!-- end of settings -->)", re.DOTALL)
 
 
@@ -19,7 +20,7 @@ def table() -> str:
     """The table in Markdown, in the order and the groups of `strata serve --help`."""
     rows = [_row(item) for item in settings_of(*PROCESS_CONFIGS.values()).values()]
     return (
-        "\n".join(["| flag | variable | default | unit | meaning |", "|---|---|---|---|---|", *rows]) + "\n"
+        "\n".join(["| flag | variable | default | value | meaning |", "|---|---|---|---|---|", *rows]) + "\n"
     )
 
 
@@ -29,8 +30,10 @@ def with_table(text: str) -> str:
 
 
 def _row(item: Setting) -> str:
-    cells = (f"`{item.flag}`", f"`{item.variable}`", _default(item), item.spec.unit.lower(), item.spec.help)
-    return f"| {' | '.join(cells)} |"
+    value = "|".join(item.spec.choices) or item.spec.unit
+    cells = (f"`{item.flag}`", f"`{item.variable}`", _default(item), value, item.spec.help)
+    # A bar would begin the next cell.
+    return f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |"
 
 
 def _default(item: Setting) -> str:

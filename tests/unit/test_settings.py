@@ -38,6 +38,7 @@ class Sample:
     file: Path = setting(Path("a.gguf"), "which", group="words", unit="PATH")  # noqa: RUF009
     ids: tuple[int, ...] = setting((), "which numbers", group="numbers")
     aliases: tuple[str, ...] = setting((), "further names", group="words")
+    size: int | None = setting(None, "how large (default: as needed)", group="numbers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +189,10 @@ def test_bad_values_in_the_file(line: str, message: str, tmp_path: Path) -> None
 
 def test_bad_flag() -> None:
     """The message names the flag as it was typed."""
-    with pytest.raises(ConfigError, match=r"^--count is 'x'; expected a whole number"):
-        resolved(["--count", "x"])
+    with pytest.raises(ConfigError, match=r"^--count \(--slots\) is 'x'; expected a whole number"):
+        resolved(["--slots", "x"])
+    with pytest.raises(ConfigError, match=r"^--share is 'x'; expected a number"):
+        resolved(["--share", "x"])
 
 
 @pytest.mark.parametrize(
@@ -259,13 +262,14 @@ def test_secrets_are_masked() -> None:
 
 
 def test_help_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help names every setting with its unit, default and variable, and percent signs survive argparse."""
+    """--help names every setting with its unit, default and variable, each once, and percent signs survive
+    argparse."""
     with pytest.raises(SystemExit):
         resolved(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--count N, --slots N how many (default 4) [STRATA_COUNT]" in text
-    assert "--limit SECONDS" in text
-    assert ", in SECONDS (default 30)" in text
+    assert "--limit SECONDS how long (default 30) [STRATA_LIMIT]" in text
+    assert "how large (default: as needed) [STRATA_SIZE]" in text
     assert "how much, 100% is all (default 0.5) [STRATA_SHARE]" in text
     assert "--level info|error how much is said (default info) [STRATA_LEVEL]" in text
     assert "--is-on, --no-is-on whether (default off) [STRATA_IS_ON]" in text
