@@ -113,9 +113,16 @@ def _open_recorder(context: ProcessContext[GpuWorkerConfig], config: Qwen4ExpCon
         return None
     header = TraceHeader.of(model_identity(context.model, config), config.num_experts_used)
     try:
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"--record-routing is {path}, but there is no folder {path.parent}; make it, or name another "
+                "file"
+            )
         return TraceWriter(path, header)
     except OSError as error:
-        raise ConfigError(f"--record-routing: {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"--record-routing: {path} cannot be written: {error.strerror}; name another file"
+        ) from None
 
 
 def _prefill_tokens(

@@ -198,6 +198,12 @@ def open_placement(
             f"--expert-cache is {asked}, but {device.torch_device} has room for {len(layers)} slots; lower "
             "it, or take --expert-cache auto"
         )
+    if asked is not None and asked > sizes.num_pairs:
+        _log.warning(
+            "--expert-cache is %d, but the model has %d experts: so many slots are taken",
+            asked,
+            sizes.num_pairs,
+        )
     slot_bytes = int(blob_bytes[layers].sum())
     if is_played and not _has_ram(slot_bytes + landing_bytes):
         ram = read_memory()

@@ -18,21 +18,32 @@ class ProfileStore:
     """Where the profile of one model is."""
 
     def __init__(self, asked: Path | None, model: GGUFModel, config: Qwen4ExpConfig) -> None:
-        """`asked` is the file of `--expert-profile`; without it, the model has one in the cache directory."""
+        """`asked` is the file of `--expert-profile`, in a folder that is there; without it, the model has one
+        in the cache directory, which is made."""
         self._identity = profile.model_identity(model, config)
         self._is_asked = asked is not None
         self.path = asked or cache_directory() / "profiles" / f"{self._identity.fingerprint}.profile"
 
     def load(self) -> Counts | None:
         """What was learned; None where there is nothing yet. Raises ConfigError for a file that was asked for
-        and is no profile of this model."""
+        and is no profile of this model, or cannot be written for want of its folder."""
+        remedy = "delete it"
+        if self._is_asked:
+            remedy = "name another file (--expert-profile; one that does not exist is created)"
         try:
-            return profile.load(self.path, self._identity) if self._is_there() else None
+            if self._is_there():
+                return profile.load(self.path, self._identity, remedy)
         except ConfigError as error:
             if self._is_asked:
                 raise
             _log.warning("the profile is begun anew: %s", error)
             return None
+        if self._is_asked and not self.path.parent.is_dir():
+            raise ConfigError(
+                f"--expert-profile is {self.path}, but there is no folder {self.path.parent}; make it, or "
+                "name another file"
+            )
+        return None
 
     def _is_there(self) -> bool:
         try:
@@ -47,6 +58,8 @@ class ProfileStore:
         if not counts.any():
             return
         try:
+            if not self._is_asked:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             profile.save(self.path, counts, self._identity)
         except OSError as error:
             reason = os.strerror(error.errno or 0)

@@ -38,10 +38,9 @@ def model_identity(model: GGUFModel, config: Qwen4ExpConfig) -> ModelIdentity:
 
 
 def save(path: Path, counts: Counts, identity: ModelIdentity) -> None:
-    """Writes the profile (`Hotness.profile`): float32 [layers, experts]. The file is the old one or the
-    new one at any time. Raises OSError."""
+    """Writes the profile (`Hotness.profile`): float32 [layers, experts], in a folder that is there. The file
+    is the old one or the new one at any time. Raises OSError."""
     content = {"format": _FORMAT, **asdict(identity), "counts": counts.astype("<f4").tobytes()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -53,10 +52,10 @@ def save(path: Path, counts: Counts, identity: ModelIdentity) -> None:
         part.unlink(missing_ok=True)
 
 
-def load(path: Path, identity: ModelIdentity) -> Counts:
+def load(path: Path, identity: ModelIdentity, remedy: str = "name another file") -> Counts:
     """The counts, float32 [layers, experts]. Raises ConfigError for a file that cannot be read, is no
-    profile, or is one of another model, and says what differs."""
-    remedy = "name another file (--expert-profile)"
+    profile, or is one of another model, and says what differs, and the remedy: whoever calls knows whose file
+    it is."""
     try:
         # Nor a pipe, which would be waited for.
         if not stat.S_ISREG(path.stat().st_mode):
@@ -65,21 +64,21 @@ def load(path: Path, identity: ModelIdentity) -> Counts:
     except OSError as error:
         raise ConfigError(f"the expert profile {path} cannot be read: {error.strerror}; {remedy}") from None
     except (ValueError, msgpack.UnpackException) as error:
-        raise ConfigError(f"{path} is no expert profile: {error}; delete it") from None
+        raise ConfigError(f"{path} is no expert profile: {error}; {remedy}") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ConfigError(f"{path} is no expert profile that this version reads; delete it")
+        raise ConfigError(f"{path} is no expert profile that this version reads; {remedy}")
     for name, ours in asdict(identity).items():
         if content.get(name) != ours:
             raise ConfigError(
                 f"the expert profile {path} is of another model: its {name} is {content.get(name)!r}, here "
-                f"it is {ours!r}; name another file (--expert-profile), or delete this one"
+                f"it is {ours!r}; {remedy}"
             )
     stored, shape = content.get("counts"), (identity.num_layers, identity.num_experts)
     if not isinstance(stored, bytes) or len(stored) != 4 * shape[0] * shape[1]:
-        raise ConfigError(f"{path}: the counts are not those of {shape[0]} x {shape[1]} experts; delete it")
+        raise ConfigError(f"{path}: the counts are not those of {shape[0]} x {shape[1]} experts; {remedy}")
     counts = np.frombuffer(stored, "<f4").reshape(shape).astype(np.float32)
     if not np.isfinite(counts).all() or (counts < 0).any():
-        raise ConfigError(f"{path}: there are counts that are negative or no numbers; delete it")
+        raise ConfigError(f"{path}: there are counts that are negative or no numbers; {remedy}")
     return counts
 
 

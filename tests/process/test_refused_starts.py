@@ -168,7 +168,7 @@ def assert_refused(stack: Stack, process: subprocess.Popen[bytes], *words: str) 
 
 
 def test_a_wrong_flag_is_refused_at_once(unstarted: Stack) -> None:
-    took = assert_refused(unstarted, unstarted.serve("--parallel", "0"), "strata: --parallel is 0")
+    took = assert_refused(unstarted, unstarted.serve("--parallel", "0"), "strata: --parallel (--slots) is 0")
     measured("refusal of a wrong flag", took)
     assert took < QUICK_S
 
@@ -212,9 +212,10 @@ def test_a_device_that_is_not_there(unstarted: Stack) -> None:
         (
             "--expert-profile",
             "/",
-            ("the expert profile / is no file", "name another file (--expert-profile)"),
+            ("the expert profile / is no file", "name another file (--expert-profile"),
         ),
-        ("--record-routing", "/nowhere/at/all", ("--record-routing", "/nowhere/at/all", "No such file")),
+        ("--expert-profile", "/nowhere/at/all", ("--expert-profile", "there is no folder /nowhere/at")),
+        ("--record-routing", "/nowhere/at/all", ("--record-routing", "there is no folder /nowhere/at")),
         ("--record-routing", "/dev/full", ("--record-routing", "/dev/full", "No space left on device")),
     ],
 )

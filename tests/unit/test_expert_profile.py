@@ -21,8 +21,8 @@ COUNTS = np.array([[1, 5, 2], [4, 0, 3]], np.float32)
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
-    """In a directory that is not there yet, over what was there, and nothing else is left."""
-    path = tmp_path / "profiles" / "p.experts"
+    """Over what was there, and nothing else is left."""
+    path = tmp_path / "p.experts"
     save(path, np.zeros((2, 3), np.float32), IDENTITY)
     save(path, COUNTS, IDENTITY)
     loaded = load(path, IDENTITY)
@@ -155,6 +155,42 @@ def test_what_cannot_be_a_profile(tmp_path: Path, name: str, message: str) -> No
     os.mkfifo(tmp_path / "pipe")
     with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as file:
         config = read_model_config(file)
-        assert ProfileStore(tmp_path / "new" / "profile", file, config).load() is None
+        assert ProfileStore(tmp_path / "profile", file, config).load() is None
         with pytest.raises(ConfigError, match=message):
             ProfileStore(tmp_path / name, file, config).load()
+
+
+def test_a_profile_that_was_named(tmp_path: Path) -> None:
+    """Is the user's: nobody is told to delete it, and no folder is made for it."""
+    (tmp_path / "mine").write_bytes(b"GGUF and more")
+    with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as file:
+        config = read_model_config(file)
+        with pytest.raises(ConfigError, match="one that does not exist is created") as told:
+            ProfileStore(tmp_path / "mine", file, config).load()
+        assert "delete" not in str(told.value)
+        with pytest.raises(
+            ConfigError, match=r"--expert-profile is .*/new/p, but there is no folder .*/new; make"
+        ):
+            ProfileStore(tmp_path / "new" / "p", file, config).load()
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_profile_of_the_cache_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Has its folder made, and is begun anew where it is damaged."""
+    monkeypatch.setenv("STRATA_CACHE_DIR", str(tmp_path / "cache"))
+    with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as file:
+        config = read_model_config(file)
+        store = ProfileStore(None, file, config)
+        assert store.load() is None
+        counts = np.ones((config.num_layers, config.num_experts), np.float32)
+        store.save(counts)
+        assert store.path.parent == tmp_path / "cache" / "profiles"
+        loaded = store.load()
+        assert loaded is not None
+        assert np.array_equal(loaded, counts)
+        store.path.write_bytes(b"GGUF and more")
+        assert store.load() is None
+    assert "the profile is begun anew: " in caplog.text
+    assert "; delete it" in caplog.text

@@ -31,7 +31,7 @@ def device(file: GGUFModel) -> Iterator[CpuDevice]:
 
 
 def opened_with(file: GGUFModel, device: CpuDevice, expert_cache: str) -> ExpertPlacement | None:
-    config, nowhere = read_model_config(file), Path("/nowhere/at/all")
+    config, nowhere = read_model_config(file), Path("/no-such-profile")
     settings = GpuWorkerConfig(device="cpu", expert_cache=expert_cache, expert_profile=nowhere)
     store = ProfileStore(nowhere, file, config)
     return open_placement(settings, file, config, device, store, lambda activity, progress: None)
@@ -43,12 +43,15 @@ def test_none(file: GGUFModel, device: CpuDevice, expert_cache: str) -> None:
     assert opened_with(file, device, expert_cache) is None
 
 
-def test_more_slots_than_experts(file: GGUFModel, device: CpuDevice) -> None:
-    """One for each is enough."""
+def test_more_slots_than_experts(
+    file: GGUFModel, device: CpuDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One for each is enough, and whoever asked for more is told."""
     opened = opened_with(file, device, "999999999")
     assert opened is not None
     assert opened.cache.table.num_slots == NUM_LAYERS * NUM_EXPERTS
     assert opened.cache.table.slots_of_layer(0).size == NUM_EXPERTS
+    assert f"--expert-cache is 999999999, but the model has {NUM_LAYERS * NUM_EXPERTS} experts" in caplog.text
     opened.close()
 
 
