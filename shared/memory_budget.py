@@ -25,8 +25,9 @@ _FLOOR_PART = 16
 _SMALLEST_FLOOR = 128 << 20
 # Private memory of the four processes once they serve, measured; torch is a third of it.
 _PROCESSES_BYTES = 800 << 20
-# For how many tokens of context, of all requests together, keys and values are accounted for.
-_CONTEXT_TOKENS = 8192
+COUNTED_CONTEXT_TOKENS = 8192
+"""Tokens of context, of all requests together, that keys and values in RAM are accounted for, whatever
+`--max-context` is: few requests are that long, and what they take is not reserved."""
 SMALL_TABLE_BYTES = 64 << 20
 """An n-gram table of this size is loaded: the programs are larger."""
 _ROW_CACHE_PART, _LARGEST_ROW_CACHE = 32, 1 << 30
@@ -140,7 +141,7 @@ def needs_of(
     """What a stack with this model will take, less what it has of that already; `row_bytes` for rows of the
     n-gram table, `slot_bytes` for slots of experts that are in RAM, `lent_bytes` for those that are lent. A
     model that runs on a CUDA device has its dense weights, keys and values there."""
-    context = context_bytes(config, min(_CONTEXT_TOKENS, config.context_length))
+    context = context_bytes(config, min(COUNTED_CONTEXT_TOKENS, config.context_length))
     return Needs(
         dense=0 if is_on_cuda else dense_file_bytes(model, config),
         context=0 if is_on_cuda else context,

@@ -1,7 +1,8 @@
 """Says what will fit, before anything is loaded: slots of experts on the device, RAM, the chunk of a prompt,
 and how fast that may be. Takes the settings of `strata serve`, so that its command line can be tried here.
 
-Exits with 1 where something does not fit. Reads the header of the file only.
+Exits with 0 where the stack starts, be it with experts read from the disk, and with 1 where it does not.
+Reads the header of the file only. The same rates are assumed as by `strata simulate`.
 """
 
 import argparse
@@ -18,7 +19,17 @@ from shared.gguf.model import GGUFModel
 from shared.memory_budget import Memory, read_memory
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.placement.device import slots_in_ram
-from shared.placement.rates import Rates, assumed_rates, probe_copy, probe_disk, probe_reading
+from shared.placement.rates import (
+    ASSUMED_CPU,
+    ASSUMED_DEVICE,
+    ASSUMED_DISK,
+    ASSUMED_LINK,
+    Rates,
+    assumed_rates,
+    probe_copy,
+    probe_disk,
+    probe_reading,
+)
 from shared.placement.sizes import active_weights
 from shared.placement.stack_plan import Planner
 from shared.run_directory import Role
@@ -27,20 +38,21 @@ from shared.topology import cpu_set, num_threads_on, usable_cpus
 
 _SIZE = re.compile(r"(?P<number>[0-9]{1,9}(\.[0-9]{1,6})?) ?(?P<unit>[KMGT])(?P<binary>i?)B", re.IGNORECASE)
 _GIB = 1 << 30
-# Of each rate its flag, and what its value is in.
+# Of each rate its flag, what its value is in, and that in words.
 _FLAGS = {
-    "link": ("link_gb_s", 1e9),
-    "cpu": ("cpu_gb_s", 1e9),
-    "disk": ("disk_mb_s", 1e6),
-    "device": ("device_gb_s", 1e9),
-    "prompt_tokens": ("prompt_tokens_s", 1.0),
+    "link": ("link_gb_s", 1e9, "GB/s"),
+    "cpu": ("cpu_gb_s", 1e9, "GB/s"),
+    "disk": ("disk_mb_s", 1e6, "MB/s"),
+    "device": ("device_gb_s", 1e9, "GB/s"),
+    "prompt_tokens": ("prompt_tokens_s", 1.0, "TOKENS/s"),
 }
 _MEANINGS = {
-    "link": "from RAM to the device",
-    "cpu": "of encoded experts computed in RAM",
-    "disk": "of large reads from the disk",
-    "device": "of weights read from the device's memory",
-    "prompt_tokens": "of tokens of a prompt computed, where all weights are at hand",
+    "link": f"copies from RAM to the device (assumed: {ASSUMED_LINK / 1e9:g})",
+    "cpu": f"encoded experts computed in RAM (assumed: {ASSUMED_CPU / 1e9:g})",
+    "disk": f"large reads from the disk (assumed: {ASSUMED_DISK / 1e6:g})",
+    "device": f"weights read from the device's memory (assumed: {ASSUMED_DEVICE / 1e9:g})",
+    "prompt_tokens": "tokens of a prompt computed, where all weights are at hand (assumed: by the model, and "
+    "by the cores of this machine, or for a device by what an RTX 3090 does)",
 }
 
 
@@ -62,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--ram", type=parse_size, metavar="SIZE", help="RAM in all (default: what this machine has available)"
     )
-    for rate, (flag, _) in _FLAGS.items():
+    for rate, (flag, _, unit) in _FLAGS.items():
         machine.add_argument(
-            f"--{flag.replace('_', '-')}", type=_positive, metavar="RATE", help=f"rate {_MEANINGS[rate]}"
+            f"--{flag.replace('_', '-')}", type=_positive, metavar=unit, help=_MEANINGS[rate]
         )
     machine.add_argument(
         "--probe", action="store_true", help="measure what can be measured here within a second, else assumed"
@@ -81,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints the plan; returns 1 where something is short."""
+    """Prints the plan; returns 1 where the stack would not start."""
     configs = stack_configs(parsed)
     gpu_worker, cpu_worker = configs[Role.GPU_WORKER], configs[Role.CPU_WORKER]
     assert isinstance(gpu_worker, GpuWorkerConfig)
@@ -97,7 +109,9 @@ def run(parsed: argparse.Namespace) -> int:
         if parsed.json:
             print(json.dumps(as_json(plan, model.name, rates, origins), indent=2))
         else:
-            print("\n".join(as_text(plan, model.name, gpu_worker, rates, origins)))
+            is_ram_given = parsed.ram is not None
+            report = as_text(plan, model.name, gpu_worker, rates, origins, is_ram_given=is_ram_given)
+            print("\n".join(report))
     return 1 if plan.shortages else 0
 
 
@@ -134,7 +148,7 @@ def _rates(
     matters = {"link": has_link, "cpu": True, "disk": True, "device": has_device, "prompt_tokens": True}
     given = {
         rate: getattr(parsed, flag) * unit
-        for rate, (flag, unit) in _FLAGS.items()
+        for rate, (flag, unit, _) in _FLAGS.items()
         if getattr(parsed, flag) is not None
     }
     measured: dict[str, float] = {}

@@ -27,12 +27,12 @@ class Rates:
     prompt_tokens: float
 
 
-# The slowest link and CPU of four machines that the original engine logged.
-_LINK, _CPU = 13.1 * _GB, 5.9 * _GB
-# A disk on a SATA link.
-_DISK = 0.5 * _GB
-# Half of what an RTX 3090 is sold as.
-_DEVICE = 468 * _GB
+ASSUMED_LINK, ASSUMED_CPU = 13.1 * _GB, 5.9 * _GB
+"""The slowest link and CPU of four machines that the original engine logged."""
+ASSUMED_DISK = 0.5 * _GB
+"""A disk on a SATA link."""
+ASSUMED_DEVICE = 468 * _GB
+"""Half of what an RTX 3090 is sold as."""
 # The original engine read 17,458 tokens in 5.34 s of computing on an RTX 3090, with 6e9 weights a token.
 _DEVICE_WEIGHTS_S = 17_458 / 5.34 * 6e9
 # A core of a server CPU with AVX-512 and VNNI, as in the README's table.
@@ -47,7 +47,8 @@ def assumed_rates(active_weights: int, num_cores: int, *, has_device: bool) -> R
     """Rates of a machine nothing is known of but its cores, and whether it has a device other than them; for
     a model that multiplies each token of a prompt with so many weights."""
     weights_s = _DEVICE_WEIGHTS_S if has_device else num_cores * _CORE_WEIGHTS_S
-    return Rates(_LINK, _CPU, _DISK, _DEVICE if has_device else _CPU, weights_s / active_weights)
+    device = ASSUMED_DEVICE if has_device else ASSUMED_CPU
+    return Rates(ASSUMED_LINK, ASSUMED_CPU, ASSUMED_DISK, device, weights_s / active_weights)
 
 
 def probe_copy() -> float:

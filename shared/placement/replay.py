@@ -18,6 +18,7 @@ from shared.placement.link_share import LinkShare
 from shared.placement.planner import LayerPlanner, PlanRules, skip_rank_at
 from shared.placement.policies import DECAY, EVERY, MOST_SWAPS, policy_named
 from shared.placement.profile import assign_slots, fill_order
+from shared.placement.rates import ASSUMED_CPU, ASSUMED_LINK
 from shared.placement.swaps import begin_swap
 from shared.placement.table import ResidencyTable
 from shared.placement.trace import TraceHeader, TraceStep
@@ -39,9 +40,9 @@ class Scenario:
     prefill_stream_min: int = 1024
     load_windows: int = 1
     """A load that is begun after a window can be read after so many more."""
-    link_gb_s: float = 20.0
+    link_gb_s: float = ASSUMED_LINK / _GIGA
     """Of transfers, in 1e9 bytes a second; decides with the next one where `pcie_frac` is not given."""
-    cpu_gb_s: float = 20.0
+    cpu_gb_s: float = ASSUMED_CPU / _GIGA
     """Of experts that the CPU computes."""
 
 

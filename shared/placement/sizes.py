@@ -8,6 +8,7 @@ from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import ExpectedTensor, TensorClass, block_of, classify, expected_tensors
 
 FLOAT_BYTES = 4
+_MIB, _GIB = 1 << 20, 1 << 30
 # Whatever a kernel reads at a time, the matrices of a blob begin where it may.
 _PART_ALIGNMENT, _SLOT_ALIGNMENT = 64, 256
 # As the torch device keeps matrices: these types as they are, the others as float16.
@@ -139,6 +140,15 @@ def active_weights(model: GGUFModel, config: Qwen4ExpConfig) -> int:
         if tensor.tensor_class in _EXPERTS
     )
     return dense + routed * config.num_experts_used // config.num_experts
+
+
+def size_text(num_bytes: float) -> str:
+    """In GiB with two digits, below that in MiB, below a tenth of one in KiB."""
+    if num_bytes >= _GIB:
+        return f"{num_bytes / _GIB:.2f} GiB"
+    if num_bytes >= _MIB / 10:
+        return f"{num_bytes / _MIB:.{0 if num_bytes >= 10 * _MIB else 1}f} MiB"
+    return f"{num_bytes / 1024:.0f} KiB"
 
 
 def _dense_tensors(model: GGUFModel, config: Qwen4ExpConfig) -> list[ExpectedTensor]:

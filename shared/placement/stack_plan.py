@@ -9,7 +9,6 @@ from shared.memory_budget import Held, Memory, Needs, needs_of, row_cache_bytes
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.placement.chunk_choice import (
     Candidate,
-    Obstacle,
     prompt_seconds,
     resolve_prefill,
     sizes_to_weigh,
@@ -17,7 +16,6 @@ from shared.placement.chunk_choice import (
 )
 from shared.placement.expectations import Shares, expected_shares, token_seconds
 from shared.placement.memory_plan import (
-    KV_GROW_FIRST,
     DeviceNeeds,
     Placement,
     WorkSpace,
@@ -30,6 +28,16 @@ from shared.placement.memory_plan import (
     work_space,
 )
 from shared.placement.rates import Rates
+from shared.placement.savings import Saving, smaller_chunk, smaller_settings, smallest_settings
+from shared.placement.shortages import (
+    DEVICE_MEMORY,
+    RAM,
+    Shortage,
+    chunk_shortages,
+    device_shortages,
+    ram_shortages,
+    ways_out_of_reading,
+)
 from shared.placement.sizes import (
     ExpertSizes,
     dense_device_bytes,
@@ -41,7 +49,6 @@ from shared.tensor_catalog import NGRAM_TABLE
 
 _MIB = 1 << 20
 _SHORT_PROMPT = 4096
-_SMALLEST_CONTEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +64,10 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
-    """What does not fit: how much of which memory is missing, and what to do about it."""
-
-    memory: str
-    num_bytes: int
-    remedy: str
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """A setting that frees memory of the device or RAM, and how many more slots that makes."""
-
-    setting: str
-    memory: str
-    num_bytes: int
-    num_slots: int
-
-
-@dataclass(frozen=True, slots=True)
 class StackPlan:
     """Everything planned, in bytes. `device` and `device_bytes` are None where the model runs on the CPU;
-    `seconds` maps lengths of prompts to the time until the first token."""
+    `seconds` maps lengths of prompts to the time until the first token. With `shortages` the stack does not
+    start; what RAM has no room for is read from the disk."""
 
     facts: ModelFacts
     max_context: int
@@ -96,11 +85,26 @@ class StackPlan:
     seconds: dict[int, float]
     shortages: Sequence[Shortage]
     savings: Sequence[Saving]
+    keeping: str
+    """What gets experts into RAM that it has no room for."""
 
     @property
     def complement(self) -> int:
         """Experts that are to be in RAM while a prompt is read."""
         return self.placement.complement_bytes(self.chunk if self.placement.num_slots else 0)
+
+    @property
+    def unread(self) -> int:
+        """Those of them that RAM has no room for, so that they are read from the disk."""
+        return max(0, self.complement - self.for_experts)
+
+    @property
+    def helpful_savings(self) -> list[Saving]:
+        """Those that help here: of memory that some of the model has no room in."""
+        is_full = bool(self.shortages) or self.placement.num_slots < self.facts.experts.num_pairs
+        wanted = {DEVICE_MEMORY: is_full, RAM: self.unread > 0}
+        wanted |= {shortage.memory: True for shortage in self.shortages}
+        return [saving for saving in self.savings if wanted[saving.memory]]
 
 
 def read_facts(model: GGUFModel) -> ModelFacts:
@@ -181,11 +185,9 @@ class Planner:
             shares,
             token_s,
             seconds,
-            [
-                *self._device_shortages(device, lendable, chunk, candidates),
-                *self._ram_shortages(placement, ram, for_experts, chunk, candidates),
-            ],
+            list(self._shortages(device, lendable, ram, chunk, candidates)),
             list(self._savings(device, placement, ram, chunk)),
+            ways_out_of_reading(self._cpu, ram, chunk, candidates),
         )
 
     def _device_needs(self, settings: GpuWorkerConfig) -> DeviceNeeds | None:
@@ -233,83 +235,46 @@ class Planner:
             slot_bytes=in_ram,
         )
 
-    def _device_shortages(
+    def _shortages(
         self,
         device: DeviceNeeds | None,
         placement: Placement,
-        chunk: int,
-        candidates: Sequence[Candidate],
-    ) -> Iterator[Shortage]:
-        if device is not None:
-            room = self._room(device)
-            if room < 0:
-                yield Shortage("device memory", -room, "see what frees some below, or run it on the CPU")
-            elif placement.cache_bytes > room:
-                fitting = sum(slots_in(self._facts.experts, room))
-                yield Shortage(
-                    "device memory", placement.cache_bytes - room, f"--expert-cache {fitting} fits, or auto"
-                )
-        for candidate in candidates:
-            if candidate.tokens == chunk and candidate.obstacle is Obstacle.SLOTS:
-                missing = candidate.lent_bytes - placement.cache_bytes
-                yield Shortage("device memory", missing, "lower --prefill, or take --prefill auto")
-
-    def _ram_shortages(
-        self,
-        placement: Placement,
         ram: Needs,
-        for_experts: int,
         chunk: int,
         candidates: Sequence[Candidate],
     ) -> Iterator[Shortage]:
-        complement = placement.complement_bytes(chunk if placement.num_slots else 0)
-        if complement > for_experts:
-            smaller = [each.tokens for each in candidates if each.tokens < chunk and not each.obstacle]
-            remedy = f"--prefill {smaller[-1]} fits" if smaller else self._ram_remedy(ram)
-            yield Shortage("RAM", complement - for_experts, remedy)
-
-    def _ram_remedy(self, ram: Needs) -> str:
-        ways = ["free memory"]
-        if self._cpu.ram_budget:
-            ways.append("raise --ram-budget")
-        if self._cpu.ple_io == "ram" and ram.rows:
-            ways.append("take --ple-io direct")
-        return f"{', '.join(ways)}, or have experts that do not fit read from the disk, which `serve` does"
+        if device is not None and self._device_bytes is not None:
+            least = self._device_needs(smallest_settings(self._gpu, self._max_context))
+            assert least is not None
+            yield from device_shortages(self._gpu, self._device_bytes, device, least, placement)
+            yield from chunk_shortages(self._gpu, placement, chunk, candidates)
+        yield from ram_shortages(self._cpu, self._memory, ram, placement)
 
     def _savings(
         self, device: DeviceNeeds | None, placement: Placement, ram: Needs, chunk: int
     ) -> Iterator[Saving]:
         if device is not None:
-            for setting, changed in self._smaller_settings():
-                needs = self._device_needs(changed)
+            for change in smaller_settings(self._gpu, self._max_context):
+                needs = self._device_needs(change.changed)
                 assert needs is not None
-                more = sum(self._slots_with(needs)) - sum(self._slots_with(device))
+                more = max(0, sum(self._slots_with(needs)) - sum(self._slots_with(device)))
                 if needs.total < device.total:
-                    yield Saving(setting, "device memory", device.total - needs.total, max(0, more))
-        if placement.num_slots:
-            tokens = max(256, chunk // 2)
+                    freed = device.total - needs.total
+                    yield Saving(change.setting, DEVICE_MEMORY, freed, more, change.price)
+        # What `--prefill auto` has taken is the best for what RAM there is.
+        if placement.num_slots and prefill_setting(self._gpu.prefill).tokens is not None:
+            tokens = smaller_chunk(chunk)
             freed = placement.complement_bytes(chunk) - placement.complement_bytes(tokens)
             if freed > 0:
-                yield Saving(f"--prefill {tokens}", "RAM", freed, 0)
+                yield Saving(f"--prefill {tokens}", RAM, freed, 0, "prompts in more chunks")
         if self._facts.table:
             half = (ram.rows // 2) >> 20
             changed_ram = replace(self._cpu, ple_io="direct", ple_cache_mib=half)
             freed = ram.rows - self._ram_needs(changed_ram, placement).rows
             if half and freed > 0:
                 loads = "--ple-io direct " if ram.rows >= self._facts.table else ""
-                yield Saving(f"{loads}--ple-cache-mib {half}", "RAM", freed, 0)
+                price = "more n-gram rows read from the disk"
+                yield Saving(f"{loads}--ple-cache-mib {half}", RAM, freed, 0, price)
 
     def _slots_with(self, device: DeviceNeeds) -> tuple[int, ...]:
         return slots_in(self._facts.experts, self._room(device))
-
-    def _smaller_settings(self) -> Iterator[tuple[str, GpuWorkerConfig]]:
-        gpu, half = self._gpu, self._max_context // 2
-        if half >= _SMALLEST_CONTEXT:
-            yield f"--max-context {half}", replace(gpu, max_context=half)
-        if not gpu.kv_grow and self._max_context > KV_GROW_FIRST:
-            yield "--kv-grow", replace(gpu, kv_grow=True)
-        if gpu.parallel > 1:
-            yield "--parallel 1", replace(gpu, parallel=1)
-        if gpu.vram_reserve_mib > 1:
-            reserve = gpu.vram_reserve_mib // 2
-            yield f"--vram-reserve-mib {reserve}", replace(gpu, vram_reserve_mib=reserve)

@@ -42,10 +42,12 @@ def planned(*arguments: str | Path) -> int:
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    """The plan, and that its exit code says whether all fits."""
+    """The plan, and that its exit code says whether the stack starts."""
     code = planned(*arguments, "--json")
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert plan["fits"] == (code == 0) == (not plan["short"])
+    assert plan["starts"] == (code == 0) == (not plan["short"])
+    assert plan["fits"] == (plan["starts"] and not plan["ram"]["unread"])
+    assert (plan["decode_tokens_s"] is None) == (plan["first_token_s"] is None) == (code == 1)
     return plan
 
 
@@ -55,13 +57,63 @@ def test_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     report = capsys.readouterr().out
     assert report.startswith("model    strata-demo: 4 layers of 64 experts, ")
     assert "device   none (--device cpu): no slots for experts" in report
-    assert re.search(r"RAM +8\.00 GiB available", report)
+    assert re.search(r"RAM +8\.00 GiB in all", report)
+    assert "8192 tokens; at most 136 MiB, for 4 requests of 32768" in report
+    assert "frees" not in report
+    assert "expect   about " in report
+    assert re.search(
+        r"first token of a prompt of 4096 tokens after [0-9.]+ m?s, of 32768 tokens after", report
+    )
     assert re.search(r"headroom +1\.00 GiB  stays free", report)
     assert "CPU 5.9 GB/s (assumed)" in report
     assert "in RAM 100.0%" in report
     assert report.endswith("fits: chunks of 512 tokens, no slots of experts on the device\n")
-    assert planned("--ram", "8GiB") == 0
-    assert "device   none (no --vram given" in capsys.readouterr().out
+    assert planned("--ram", "8GiB", "--max-context", "1024", "--parallel", "1") == 0
+    report = capsys.readouterr().out
+    assert "device   none (no --vram given" in report
+    assert "8192 tokens; at most 1.1 MiB, for 1024 tokens" in report
+    assert planned("--device", "cpu") == 0
+    assert re.search(r"RAM +\d+\.\d\d GiB available", capsys.readouterr().out)
+
+
+def test_too_little_ram_for_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is needed before any expert counts, and what stays free; nothing is expected of it then."""
+    plan = as_json(capsys, "--device", "cpu", "--ram", "512MiB")
+    (shortage,) = plan["short"]
+    fixed = sum(plan["ram"][name] for name in ("dense", "context", "rows", "processes", "slots"))
+    assert (shortage["purpose"], shortage["needed"]) == ("before any expert", fixed + (128 << 20))
+    assert shortage["num_bytes"] == shortage["needed"] - (512 << 20)
+    assert planned("--device", "cpu", "--ram", "512MiB") == 1
+    report = capsys.readouterr().out
+    assert "expect" not in report
+    assert report.splitlines()[-1].startswith(
+        "does not fit: 1.05 GiB of RAM are needed before any expert, 512 MiB are there; short of "
+    )
+    assert "disk, which" not in report
+
+
+@pytest.mark.parametrize(
+    ("flags", "purpose", "remedy"),
+    [
+        (("--expert-cache", "20000"), "with 20000 slots", r"--expert-cache \d+ fits"),
+        (
+            ("--experts", "resident"),
+            "for --experts resident",
+            "take --experts auto, which keeps those in use",
+        ),
+        (("--ram-budget", "30"), "for --ram-budget 30", r"lower it to 22\.50, or leave it out"),
+    ],
+)
+def test_what_serve_refuses(
+    real: Path, flags: tuple[str, ...], purpose: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slots, a mode and a budget that RAM is too small for."""
+    (shortage,) = as_json(capsys, real, "--device", "cpu", "--ram", "24GiB", *flags)["short"]
+    assert (shortage["memory"], shortage["purpose"]) == ("RAM", purpose)
+    assert re.fullmatch(remedy, shortage["remedy"])
+    if "--expert-cache" in flags:
+        fitting = shortage["remedy"].split()[1]
+        assert as_json(capsys, real, "--device", "cpu", "--ram", "24GiB", "--expert-cache", fitting)["starts"]
 
 
 def test_slots_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +126,17 @@ def test_slots_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     plan = as_json(capsys, "--device", "cpu", "--expert-cache", "50", "--ram", "8GiB")
     assert plan["slots"]["count"] == 50
     assert plan["ram"]["slots"] == plan["slots"]["bytes"]
+    assert planned("--device", "cpu", "--expert-cache", "900", "--ram", "8GiB") == 0
+    assert "kept in RAM; the model has 256 experts, 256 slots are taken" in capsys.readouterr().out
+
+
+def test_a_chunk_that_takes_all_slots_in_ram(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs, as activations have RAM: nothing is short, and no row says that it fits."""
+    flags = ("--device", "cpu", "--expert-cache", "50", "--ram", "8GiB", "--prefill", "2048")
+    assert planned(*flags) == 0
+    report = capsys.readouterr().out
+    assert re.search(r"^ +2048 .* no, over all slots$", report, re.MULTILINE)
+    assert " > " not in report
 
 
 def test_a_device_smaller_than_the_model(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,9 +162,12 @@ def test_a_device_smaller_than_the_model(real: Path, capsys: pytest.CaptureFixtu
     assert device["context"] - halved["device"]["context"] == freed["--max-context 16384"]["num_bytes"]
     grown = as_json(capsys, real, "--vram", "24GiB", "--ram", "62.8GiB", "--kv-grow")
     assert grown["slots"]["count"] - slots["count"] == freed["--kv-grow"]["num_slots"]
-    smaller = next(name for name in freed if name.startswith("--prefill"))
-    less = as_json(capsys, real, "--vram", "24GiB", "--ram", "62.8GiB", *smaller.split())
-    assert ram["complement"] - less["ram"]["complement"] == freed[smaller]["num_bytes"]
+    assert freed["--parallel 1"]["price"] == "one request at a time"
+    assert not any(name.startswith("--prefill") for name in freed)
+    large = as_json(capsys, real, "--vram", "24GiB", "--ram", "62.8GiB", "--prefill", "8192")
+    freed = {each["setting"]: each for each in large["frees"]}
+    less = as_json(capsys, real, "--vram", "24GiB", "--ram", "62.8GiB", "--prefill", "4096")
+    assert large["ram"]["complement"] - less["ram"]["complement"] == freed["--prefill 4096"]["num_bytes"]
 
 
 def test_report_of_a_device(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,31 +175,38 @@ def test_report_of_a_device(real: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert planned(real, "--vram", "24GiB", "--ram", "62.8GiB", "--link-gb-s", "17.9") == 0
     report = capsys.readouterr().out
     assert "n-gram table 26.82 GiB" in report
+    assert re.search(r"n-gram rows +1\.00 GiB  cache; the table of 26\.82 GiB stays on the disk", report)
+    assert re.search(r"dense weights +9\.\d\d GiB  decoded to float16 there", report)
+    assert re.search(r"^ +256 .* \d\.\d min   yes$", report, re.MULTILINE)
     assert re.search(r"experts +\d+\.\d\d GiB  \d+ slots, \d\d\.\d% of experts", report)
     assert len(re.findall(r"^ +> +\d+ .* yes$", report, re.MULTILINE)) == 1
     assert "link 17.9 GB/s (given)" in report
     assert "disk 500 MB/s (assumed)" in report
-    assert re.search(r"--kv-grow +\d+ MiB of device memory, \d+ slots more", report)
+    assert re.search(r"--kv-grow +\d+ MiB of device memory, \d+ slots more \(fewer slots while", report)
+    assert " of RAM" not in report
     assert report.splitlines()[-1].startswith("fits: chunks of ")
     assert max(map(len, report.splitlines())) < 200
 
 
 def test_short_of_ram(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By how much, and a chunk that fits where there is one; otherwise the disk is read."""
-    assert planned(real, "--vram", "24GiB", "--ram", "24GiB") == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    """The disk is read: by how much, and a chunk that fits where there is one."""
+    assert planned(real, "--vram", "24GiB", "--ram", "24GiB") == 0
+    report = capsys.readouterr().out
     assert re.fullmatch(
-        r"does not fit: short of \d+\.\d\d GiB of RAM; free memory, or have .* from the disk.*", last
+        r"runs with experts read from the disk: \d+\.\d\d GiB of them do not fit in RAM; to have them there, "
+        "free memory",
+        report.splitlines()[-1],
     )
+    assert "expect   about " in report
     roomy = as_json(capsys, real, "--vram", "24GiB", "--ram", "62.8GiB")["chunks"]
     needed = {each["tokens"]: each["complement_bytes"] for each in roomy}
     budget = f"{(needed[2048] + 1) / GIB:.9f}"
     sizes = ("--vram", "24GiB", "--ram", "62.8GiB", "--ram-budget", budget)
     assert as_json(capsys, real, *sizes)["chunk"] <= 2048
     plan = as_json(capsys, real, *sizes, "--prefill", "8192")
-    (shortage,) = plan["short"]
-    assert (shortage["memory"], shortage["remedy"]) == ("RAM", "--prefill 2048 fits")
-    assert shortage["num_bytes"] == pytest.approx(needed[8192] - needed[2048], abs=100)
+    assert plan["ram"]["unread"] == pytest.approx(needed[8192] - needed[2048], abs=100)
+    assert planned(real, *sizes, "--prefill", "8192") == 0
+    assert capsys.readouterr().out.endswith("to have them there, --prefill 2048 fits\n")
 
 
 def test_short_of_device_memory(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,13 +216,27 @@ def test_short_of_device_memory(real: Path, capsys: pytest.CaptureFixture[str]) 
     used = sum(plan["device"][name] for name in ("dense", "context", "states", "buffers", "reserve"))
     assert plan["short"][0]["num_bytes"] == used - 8 * GIB
     assert plan["slots"]["count"] == 0
+    freed = [each["setting"] for each in plan["frees"]]
+    assert re.fullmatch(
+        r"with all that frees some above 10\.\d\d GiB are needed still: take a device .*, or --device cpu",
+        plan["short"][0]["remedy"],
+    )
+    plan = as_json(capsys, real, "--vram", "11.5GiB", "--ram", "62.8GiB")
+    assert plan["short"][0]["remedy"] == "see what frees some above, or take --device cpu"
+    everything = " ".join(freed).split()
+    assert as_json(capsys, real, "--vram", "11.5GiB", "--ram", "62.8GiB", *everything)["starts"]
     fitting = as_json(capsys, real, "--vram", "24GiB", "--ram", "62.8GiB")["slots"]["count"]
     asked = ("--expert-cache", "20000")
     (shortage,) = as_json(capsys, real, "--vram", "24GiB", "--ram", "62.8GiB", *asked)["short"]
     assert shortage["remedy"] == f"--expert-cache {fitting} fits, or auto"
     few = ("--expert-cache", "500", "--vram-reserve-mib", "0", "--prefill", "65536")
     plan = as_json(capsys, real, "--vram", "20GiB", "--ram", "80GiB", *few)
-    assert [each["remedy"] for each in plan["short"]] == ["lower --prefill, or take --prefill auto"]
+    remedy = "--prefill 16384 fits, or --prefill auto takes what does, or raise --expert-cache"
+    assert [each["remedy"] for each in plan["short"]] == [remedy]
+    few = ("--vram", "12.5GiB", "--ram", "80GiB", "--expert-cache", "100")
+    (shortage,) = as_json(capsys, real, *few)["short"]
+    assert shortage["remedy"] == "raise --expert-cache, or take --expert-cache 0"
+    assert as_json(capsys, real, *few, "--expert-cache", "0")["starts"]
 
 
 def test_work_space_that_is_not_borrowed(real: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where routes are expected to go, and how long a token takes at least."""
+"""Where routes are expected to go, and how long a token takes about."""
 
 from dataclasses import replace
 
@@ -33,13 +33,17 @@ def test_shares_add_up() -> None:
 
 
 def test_time_of_a_token() -> None:
-    """Dense weights, then the slower of hits and misses, then the disk."""
-    placement = logged_placement()
+    """Dense weights, then the slower of hits and misses, then the disk; and what each of 48 layers takes
+    besides."""
+    placement, none = logged_placement(), logged_placement(0)
     used = 10 * placement.sizes.round_bytes
     dense = 5 * 10**9
     hit, missed = Shares(1, 0, 0), Shares(0, 1, 0)
-    assert token_seconds(placement, hit, dense, RATES) == pytest.approx((dense + used) / 500e9)
-    assert token_seconds(placement, missed, 0, RATES) == pytest.approx(used / 15e9)
-    assert token_seconds(placement, Shares(0, 0, 1), 0, RATES) == pytest.approx(used / 15e9 + used / 1e9)
+    layers = 48 * 60e-6
+    assert token_seconds(placement, hit, dense, RATES) == pytest.approx((dense + used) / 500e9 + layers)
+    assert token_seconds(placement, missed, 0, RATES) == pytest.approx(used / 15e9 + layers)
+    assert token_seconds(none, Shares(0, 0, 1), 0, RATES) == pytest.approx(
+        used / 15e9 + used / 1e9 + 48 * 10e-6
+    )
     faster = replace(RATES, link=20e9)
     assert token_seconds(placement, missed, 0, faster) < token_seconds(placement, missed, 0, RATES)
