@@ -1,8 +1,9 @@
 """Replays a routing trace (`--record-routing`) with other numbers of slots and other rules, without a model.
 
 Every policy is tried with every number of slots. Tables, plans and policies are the engine's own; rates of
-the link and the CPU are assumed, and a swap's load takes a window. Shares are of all routes, and add up to
-100 %. Without a trace it is the one that comes with the demo model.
+the link and the CPU are assumed, the same as by `strata plan`, and a swap's load takes a window. Shares are
+of all routes, and add up to 100 %. That of the device is the hit rate; answers of `strata serve` have it as
+`expert_routes.device`. Quarters are of the windows. Without a trace it is the one of the demo model.
 """
 
 import argparse
@@ -22,14 +23,15 @@ from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.placement import profile
 from shared.placement.policies import DECAY, EVERY, MOST_SWAPS
+from shared.placement.rates import ASSUMED_CPU, ASSUMED_LINK
 from shared.placement.replay import Replay, Scenario
 from shared.placement.trace import TraceHeader, TraceReader
 
 _DEFAULT_BLOB_MIB = 1.372  # The mean of IQ2_XS.
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB, _GIB, _GB = 1 << 20, 1 << 30, 1e9
 _HEADER = (
-    "policy", "slots", "routes", "steps", "tokens", "hit %", "transferred %", "CPU %", "skipped %",
-    "transfers GiB", "swaps GiB", "first quarter %", "last quarter %",
+    "policy", "slots", "routes", "steps", "tokens", "device %", "transferred %", "CPU %", "skipped %",
+    "transfers GiB", "swaps GiB", "device %, first quarter", "last quarter",
 )  # fmt: skip
 
 
@@ -65,13 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of missed experts that are transferred (default: from the rates)",
     )
     parser.add_argument(
-        "--link-gb-s", type=_rate, default=20.0, metavar="GB/S", help="of transfers (default %(default)g)"
+        "--link-gb-s",
+        type=_rate,
+        default=ASSUMED_LINK / _GB,
+        metavar="GB/s",
+        help="of transfers (default %(default)g)",
     )
     parser.add_argument(
         "--cpu-gb-s",
         type=_rate,
-        default=20.0,
-        metavar="GB/S",
+        default=ASSUMED_CPU / _GB,
+        metavar="GB/s",
         help="of experts that the CPU computes (default %(default)g)",
     )
     parser.add_argument(
@@ -82,14 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=0,
         metavar="N",
-        help="leave out a missed expert that no token ranks among its first N (default: none)",
+        help="leave out an expert without a slot that every token of the step ranks behind its first N, less "
+        "than the experts a token uses (default: leave out none)",
     )
     parser.add_argument(
         "--adapt-every",
         type=_positive,
         default=EVERY,
         metavar="WINDOWS",
-        help="windows between two rounds of the adaptive policy (default %(default)s)",
+        help="windows (steps of decoding) between two rounds of the adaptive policy (default %(default)s)",
     )
     parser.add_argument(
         "--adapt-swaps",
@@ -137,8 +144,16 @@ def run(parsed: argparse.Namespace) -> int:
     """Replays and prints."""
     with TraceReader(parsed.trace) as reader:
         header = reader.header
+        if parsed.route_tail_skip >= header.num_used:
+            raise ConfigError(
+                f"--route-tail-skip is {parsed.route_tail_skip}, but a token of {header.model} uses "
+                f"{header.num_used} experts: none ranks behind that; lower it below {header.num_used}, or "
+                "leave it out"
+            )
         blob_bytes = _blob_bytes(parsed, header)
-        counts = None if parsed.profile is None else profile.load(parsed.profile, header.identity)
+        counts = None
+        if parsed.profile is not None:
+            counts = profile.load(parsed.profile, header.identity, "name another file (--profile)")
         num_pairs = header.num_layers * header.num_experts
         replays = [Replay(header, scenario, blob_bytes, counts) for scenario in _scenarios(parsed, num_pairs)]
         progress = ProgressLine()

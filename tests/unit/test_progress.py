@@ -64,3 +64,15 @@ def test_standard_error_is_the_default(capsys: pytest.CaptureFixture[str]) -> No
     ProgressLine().update("reading", 0.25)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", " 25 %  reading\n")
+
+
+def test_the_last_state_is_not_held_back(clock: list[float]) -> None:
+    """A log that ends at 43 % reads as if the work had been given up."""
+    stream = io.StringIO()
+    line = ProgressLine(stream)
+    line.update("replaying", 0.43)
+    clock[0] += 0.5
+    line.update("replaying", 1.0)
+    line.done()
+    line.done()
+    assert stream.getvalue() == " 43 %  replaying\n100 %  replaying\n"

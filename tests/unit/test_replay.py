@@ -15,6 +15,7 @@ from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.placement import profile
 from shared.placement.hotness import Counts
+from shared.placement.rates import ASSUMED_CPU, ASSUMED_LINK
 from shared.placement.replay import Replay, Scenario
 from shared.placement.trace import TraceHeader, TraceReader, TraceStep, TraceWriter
 from tests.support.placement import ids_of
@@ -301,3 +302,19 @@ def test_mistakes(
     """The message names the flag and what it can be."""
     assert simulate(str(trace), *flags) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_tail_skip_that_skips_nothing(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A token uses four experts: none ranks fifth."""
+    assert simulate(str(trace), "--route-tail-skip", "4") == 2
+    assert "--route-tail-skip is 4, but a token of m uses 4 experts" in capsys.readouterr().err
+    assert simulate(str(trace), "--route-tail-skip", "3") == 0
+    assert capsys.readouterr().err.endswith("100 %  replaying t.trace\n")
+
+
+def test_rates_are_those_of_plans() -> None:
+    """Assumed once for both."""
+    assert (Scenario("static", 1).link_gb_s, Scenario("static", 1).cpu_gb_s) == (
+        ASSUMED_LINK / 1e9,
+        ASSUMED_CPU / 1e9,
+    )
