@@ -129,7 +129,7 @@ class ExpertCache:
     def load_kept(self) -> None:
         """Has experts that were kept in RAM back in their slots, where these have come back."""
         if self._kept:
-            self._loads.load_kept()
+            self._loads.load_kept(self.pump)
 
     # Lending.
 

@@ -50,11 +50,10 @@ class WayRules:
     cpu_share: float | None = None
     skip_rank: int = 0
     borrows: bool = True
-    context_bytes: Callable[[int], int] | None = None
-    """What keys and values of a sequence of so many tokens take; None where memory for the longest context
-    was set aside."""
+    context_bytes: Callable[[int], int] = lambda num_tokens: 0
+    """What keys and values of a sequence of so many tokens take."""
     set_aside_bytes: int = 0
-    """What was set aside for keys and values otherwise."""
+    """What was set aside for them. Whatever more they take, slots yield."""
 
 
 def _has_ram(num_bytes: int) -> bool:
@@ -102,8 +101,6 @@ class ExpertPlacement:
         """Sequences will be so long: what their keys and values need beyond what was set aside for them is
         taken from the slots. Called between steps."""
         rules = self.rules
-        if rules.context_bytes is None:
-            return
         needed = sum(rules.context_bytes(length) for length in lengths)
         claimed = max(0, needed - rules.set_aside_bytes)
         if claimed != self.cache.claims.get(_CONTEXT, 0):
@@ -226,8 +223,8 @@ def open_placement(
             cpu_share=settings.prefill_cpu_share,
             skip_rank=settings.route_tail_skip,
             borrows=settings.prefill_borrow,
-            context_bytes=partial(storage_bytes, config) if settings.kv_grow else None,
-            set_aside_bytes=storage_bytes(config, min(_max_context(settings, config), KV_GROW_FIRST)),
+            context_bytes=partial(storage_bytes, config),
+            set_aside_bytes=storage_bytes(config, _first_context(settings, config)),
         )
         policy = policy_named(
             settings.expert_policy,
@@ -261,8 +258,10 @@ def wants_experts(settings: GpuWorkerConfig, torch_device: torch.device) -> bool
     return torch_device.type != "cpu" if asked is None else asked > 0
 
 
-def _max_context(settings: GpuWorkerConfig, config: Qwen4ExpConfig) -> int:
-    return min(settings.max_context or config.context_length, config.context_length)
+def _first_context(settings: GpuWorkerConfig, config: Qwen4ExpConfig) -> int:
+    """The tokens that memory for keys and values is set aside for at the start, of all requests together."""
+    longest = min(settings.max_context or config.context_length, config.context_length)
+    return min(longest, KV_GROW_FIRST) if settings.kv_grow else longest
 
 
 def _room(
@@ -281,7 +280,7 @@ def _room(
         config,
         dense=0,
         widest_matrix=widest_matrix_bytes(model, config),
-        max_context=_max_context(settings, config),
+        max_context=_first_context(settings, config),
         parallel=settings.parallel,
         kv_grow=settings.kv_grow,
         reserve=settings.vram_reserve_mib << 20,

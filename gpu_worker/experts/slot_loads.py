@@ -13,7 +13,7 @@ import errno
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpu_worker.device.expert_slots import DeviceExperts
@@ -206,10 +206,10 @@ class SlotLoads:
                 self._asked.append(load)
         self._ask(staging)
 
-    def load_kept(self) -> None:
+    def load_kept(self, pump: Callable[[], None]) -> None:
         """Loads the experts that are kept in RAM and whose slots have come back, and waits until they are
-        there: whoever missed one would have it read from the disk. Raises StepStalledError where copies do
-        not end."""
+        there: whoever missed one would have it read from the disk. `pump` is called meanwhile: it pumps this,
+        and sees which work has ended. Raises StepStalledError where copies do not end."""
         coming = [load for load in self._queue if (load.layer, load.expert) in self._kept]
         chosen = set(map(id, coming))
         self._queue = deque([*coming, *(load for load in self._queue if id(load) not in chosen)])
@@ -221,7 +221,7 @@ class SlotLoads:
                     f"experts that were kept in RAM are not back on the device within {self._timeout_s:g} s; "
                     "raise --watchdog-s if the machine is that slow"
                 )
-            self.pump()
+            pump()
             if self._copying and (copied := self._copying[0].copied) is not None:
                 with contextlib.suppress(StrataError, RuntimeError):
                     copied.wait(self._timeout_s)

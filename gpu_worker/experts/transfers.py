@@ -157,7 +157,8 @@ class Transfers:
     def abandon(self) -> None:
         """The step has failed: nobody takes what is on its way. Waits for copies that have begun."""
         for arrival in self._held:
-            self._let_end(arrival.copied)
+            with contextlib.suppress(StrataError):
+                self._await_copy(arrival)
         self._free_places()
         for arrival in self._asked:
             if arrival.place != _NOT_ASKED:
@@ -296,14 +297,15 @@ class Transfers:
                 return
             if self._held and (not self._asked or not self._may_copy):
                 # Places are all taken by copies, or there are as many as may be.
-                self._let_end(self._held[0].copied)
+                self._await_copy(self._held[0])
             else:
                 self._staging.wait_any(seen)
 
-    def _let_end(self, event: Event | None) -> None:
-        if event is not None:
-            with contextlib.suppress(StrataError, RuntimeError):
-                event.wait(self._timeout_s)
+    def _await_copy(self, arrival: Arrival) -> None:
+        """Raises StepStalledError where it does not end; one that fails is told to who computes with it."""
+        if arrival.copied is not None:
+            with contextlib.suppress(RuntimeError):
+                arrival.copied.wait(self._timeout_s)
 
 
 def _is_done(event: Event) -> bool:

@@ -106,6 +106,38 @@ def test_nobody_comes_or_goes_while_it_is_held(cache: ExpertCache) -> None:
     assert residents(cache) == [6, 1, 2, 3, 4, 5]
 
 
+class Late:
+    """Compute that has ended when somebody looks for the third time."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+
+    def is_done(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks > 2
+
+    def wait(self, timeout_s: float) -> None:
+        self.num_looks = 3
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+def test_work_that_ends_late(cache: ExpertCache) -> None:
+    """An expert that was kept comes into the slot of one that is still read: once that has ended, and no
+    later."""
+    cache.claim("work space", 1)
+    ticket = cache.begin_step(is_held=False)
+    cache.table.note_reads([0], ticket)
+    record = cache._memory.record
+    cache._memory.record = Late  # type: ignore[method-assign]
+    cache.end_step()
+    cache._memory.record = record  # type: ignore[method-assign]
+    exchange(cache, 0, 4)
+    cache.load_kept()
+    assert residents(cache)[0] == 4
+
+
 def test_ram_has_no_room(cache: ExpertCache, caplog: pytest.LogCaptureFixture) -> None:
     """Then experts of lent slots are not kept, which is said once."""
     cache._has_ram = lambda num_bytes: False
