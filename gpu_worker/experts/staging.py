@@ -135,6 +135,7 @@ class Staging:
         self._ring.wait_for_change("arrived", seen, self._timeout_s, Role.STAGER)
 
     def _reclaim(self) -> None:
-        still = [place for place in self._abandoned if self._states[place] == 0]
-        self._free.extend(place for place in self._abandoned if self._states[place] != 0)
-        self._abandoned = still
+        # Each state is looked at once: it may change between two looks.
+        abandoned, self._abandoned = self._abandoned, []
+        for place in abandoned:
+            self.free(place)

@@ -93,8 +93,7 @@ def check(run: Run, expected: Run) -> None:
 def settings(num_slots: int, **changes: Any) -> GpuWorkerConfig:
     """Those of a gpu_worker with so many slots, and none of its user's profile."""
     return GpuWorkerConfig(
-        **{"device": "cpu", "expert_cache": f"{num_slots}", "expert_profile": Path("/nowhere-at-all")}
-        | changes
+        **{"device": "cpu", "expert_cache": f"{num_slots}", "expert_profile": Path("/proc/nowhere")} | changes
     )
 
 

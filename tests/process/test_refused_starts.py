@@ -214,8 +214,8 @@ def test_a_device_that_is_not_there(unstarted: Stack) -> None:
             "/",
             ("the expert profile / is no file", "name another file (--expert-profile"),
         ),
-        ("--expert-profile", "/nowhere-at-all", ("--expert-profile", "there is no folder /nowhere/at")),
-        ("--record-routing", "/nowhere-at-all", ("--record-routing", "there is no folder /nowhere/at")),
+        ("--expert-profile", "/nowhere/at/all", ("--expert-profile", "there is no folder /nowhere/at")),
+        ("--record-routing", "/nowhere/at/all", ("--record-routing", "there is no folder /nowhere/at")),
         ("--record-routing", "/dev/full", ("--record-routing", "/dev/full", "No space left on device")),
     ],
 )

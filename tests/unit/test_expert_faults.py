@@ -78,7 +78,7 @@ def running_with(path: Path, num_slots: int, **changes: Any) -> Iterator[Running
     """An engine with so many slots. Of `changes`, those that are settings of the gpu_worker are for it. At
     the end nothing may be missing."""
     names = {field.name for field in fields(GpuWorkerConfig)}
-    asked = {"device": "cpu", "expert_cache": f"{num_slots}", "expert_profile": Path("/nowhere-at-all")}
+    asked = {"device": "cpu", "expert_cache": f"{num_slots}", "expert_profile": Path("/proc/nowhere")}
     asked |= {name: changes.pop(name) for name in list(changes) if name in names.difference(ENGINES)}
     settings = GpuWorkerConfig(**asked)  # type: ignore[arg-type]
     with running_engine(path, settings=settings, **{"prefill": 32} | changes) as running:

@@ -395,3 +395,31 @@ def test_waiting_for_any(file: GGUFModel) -> None:
                 break
             staging.wait_any(seen)
         assert staging.arrived == 8
+
+
+class AnsweredMeanwhile:
+    """States of places, all of which are answered between the first and the second look at them."""
+
+    def __init__(self) -> None:
+        self._looked: set[int] = set()
+
+    def __getitem__(self, place: int) -> int:
+        if place in self._looked:
+            return 1
+        self._looked.add(place)
+        return 0
+
+
+def test_an_answer_while_it_is_looked_for(file: GGUFModel) -> None:
+    """A place that was given back too early comes back once, whenever the stager answers."""
+    with staged(file, BlobSources(ExpertMode.MAPPED), 4) as both:
+        staging = both.staging
+        places = staging.request(0, [0, 1])
+        staging.wait(places)
+        states, staging._abandoned = staging._states, list(places)
+        staging._states = AnsweredMeanwhile()  # type: ignore[assignment]
+        assert staging.num_free == 2
+        assert staging.num_free == 4
+        staging._states = states
+        assert sorted(staging._free) == [0, 1, 2, 3]
+        assert len(staging.request(0, [0, 1, 2, 3, 4])) == 4
