@@ -126,11 +126,20 @@ class SlotLoads:
         return bool(self._queue or self._asked or self._copying) and self._staging is not None
 
     def fill(self, slots: Iterable[int]) -> None:
-        """Loads their owners into empty slots."""
+        """Loads their owners into empty slots; where one has come into another slot meanwhile, as happens
+        while its own is lent, somebody else of the layer, until the policy puts that right."""
         for slot in slots:
-            pair = self._layers[slot], self.owners[slot]
-            if pair[1] != NO_EXPERT and pair not in self._coming and self._table.slot_of[pair] == NO_SLOT:
-                self._add(slot)
+            layer = self._layers[slot]
+            others = range(self._table.num_experts)
+            for expert in (self.owners[slot], *others):
+                if self._is_outside(layer, expert):
+                    self.owners[slot] = expert
+                    self._add(slot)
+                    break
+
+    def _is_outside(self, layer: int, expert: int) -> bool:
+        """Whether the expert is in no slot of the device, nor coming into one."""
+        return (layer, expert) not in self._coming and bool(self._table.slot_of[layer, expert] == NO_SLOT)
 
     def exchange(self, slot: int, out_expert: int, in_expert: int) -> None:
         """Loads another expert into a slot. Nothing happens where the slot or the expert has a load
@@ -138,11 +147,6 @@ class SlotLoads:
         pair = self._layers[slot], in_expert
         if self._slots.is_lent(slot) or slot in self._busy_slots or pair in self._coming:
             return
-        if self._slots.lent_bytes:
-            # Whose slot is lent may come into another one. Who leaves that one has the lent slot then.
-            for other in self._table.slots_of_layer(pair[0]).tolist():
-                if self.owners[other] == in_expert and self._slots.is_lent(other):
-                    self.owners[other] = out_expert
         self.owners[slot] = in_expert
         self._add(slot, is_swap=out_expert != NO_EXPERT)
 

@@ -218,15 +218,16 @@ class Placed(RuleBasedStateMachine):
                 self.transfers.set_extra(count)
                 assert self.transfers.num_buffers == NUM_BUFFERS + count
 
-    @rule(slots=st.lists(st.integers(0, ALL - 1), max_size=6), data=st.data())
-    def swap(self, slots: list[int], data: st.DataObject) -> None:
+    @rule(wanted=st.dictionaries(st.integers(0, ALL - 1), st.integers(0, ALL), max_size=6))
+    def swap(self, wanted: dict[int, int]) -> None:
         """Exchanges and fills as a policy proposes them: of who is outside and not coming."""
         swaps = []
-        for slot in {slot % self.table.num_slots for slot in slots}:
+        # Nothing is drawn here: who is outside depends on threads.
+        for slot, pick in {slot % self.table.num_slots: pick for slot, pick in wanted.items()}.items():
             layer = int(self.table.slot_layers[slot])
             outside = np.flatnonzero((self.table.slot_of[layer] == NO_SLOT) & ~self.table.is_loading[layer])
             if self.table.state(slot) in (SlotState.RESIDENT, SlotState.EMPTY) and len(outside):
-                chosen = int(outside[data.draw(st.integers(0, len(outside) - 1))])
+                chosen = int(outside[pick % len(outside)])
                 swaps.append(Swap(layer, slot, int(self.table.expert_of[slot]), chosen, 1.0))
         self.cache.swap(swaps)
 
