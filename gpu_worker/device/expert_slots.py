@@ -21,13 +21,9 @@ from torch import Tensor
 from shared import quants
 from shared.expert_blobs import expert_tensor
 from shared.gguf.model import GGUFModel
+from shared.placement.sizes import PART_ALIGNMENT, SLOT_ALIGNMENT, rounded_up
 from shared.quants import BlockFormat
 from shared.work_slots import PARTS
-
-PART_ALIGNMENT = 64
-"""Of the parts in a slot: a cache line of the CPU, and more than any load of a CUDA device wants."""
-SLOT_ALIGNMENT = 256
-"""Of slots: as CUDA's own allocations."""
 
 
 class DeviceExperts(Protocol):
@@ -167,8 +163,3 @@ class Slots:
     def part_offsets(self, layer: int) -> tuple[int, int, int]:
         """As `DeviceExperts` says."""
         return self.layouts[layer].part_offsets
-
-
-def rounded_up(num_bytes: int, alignment: int) -> int:
-    """To the next multiple."""
-    return -(-num_bytes // alignment) * alignment

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.errors import ResourceError, StepStalledError
+from shared.errors import ResourceError, StepStalledError, StrataError
 
 Bytes = NDArray[np.uint8]
 
@@ -42,6 +42,15 @@ class Event(Protocol):
     def seconds(self) -> float:
         """How long the copies of `copy_in` or `copy_out` took themselves, without what they waited for; 0 for
         any other event. It has happened."""
+
+
+def has_ended(event: Event) -> bool:
+    """Whether it has happened, or never will: a copy that has failed is over too. Who waits for it, or
+    computes with it, is told why."""
+    try:
+        return event.is_done()
+    except (StrataError, RuntimeError):
+        return True
 
 
 class DeviceMemory(Protocol):

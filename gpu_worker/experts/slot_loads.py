@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gpu_worker.device.expert_slots import DeviceExperts
-from gpu_worker.device.memory import Bytes, DeviceMemory, Event
+from gpu_worker.device.memory import Bytes, DeviceMemory, Event, has_ended
 from gpu_worker.experts.slot_memory import SlotMemory
 from gpu_worker.experts.staging import Staging
 from shared.errors import StepStalledError, StrataError
@@ -233,7 +233,7 @@ class SlotLoads:
     def _end_copies(self) -> None:
         while self._copying:
             load = self._copying[0]
-            if load.copied is not None and not _has_ended(load.copied):
+            if load.copied is not None and not has_ended(load.copied):
                 break
             self._copying.popleft()
             self._end_copy(load)
@@ -351,11 +351,3 @@ class SlotLoads:
 
     def _is_settled(self, load: _Load) -> bool:
         return bool(self._table.slot_of[load.layer, load.expert] == load.slot)
-
-
-def _has_ended(event: Event) -> bool:
-    """A copy that failed has ended too; who waits for it is told why."""
-    try:
-        return event.is_done()
-    except (StrataError, RuntimeError):
-        return True

@@ -19,7 +19,7 @@ from itertools import islice
 from torch import Tensor
 
 from gpu_worker.device.expert_slots import DeviceExperts
-from gpu_worker.device.memory import Bytes, DeviceMemory, Event
+from gpu_worker.device.memory import Bytes, DeviceMemory, Event, has_ended
 from gpu_worker.experts.expert_cache import ExpertCache
 from gpu_worker.experts.staging import Staging
 from shared.errors import StrataError, WorkerFailedError
@@ -193,7 +193,7 @@ class Transfers:
     def _free_places(self) -> None:
         while self._held:
             copied = self._held[0].copied
-            if copied is not None and not _is_done(copied):
+            if copied is not None and not has_ended(copied):
                 break
             arrival = self._held.popleft()
             if copied is not None:
@@ -284,7 +284,7 @@ class Transfers:
         arrival.buffer = None
 
     def _has_copied(self, arrival: Arrival) -> bool:
-        return arrival.copied is None or _is_done(arrival.copied)
+        return arrival.copied is None or has_ended(arrival.copied)
 
     def _wait(self) -> None:
         """Until something has landed."""
@@ -306,11 +306,3 @@ class Transfers:
         if arrival.copied is not None:
             with contextlib.suppress(RuntimeError):
                 arrival.copied.wait(self._timeout_s)
-
-
-def _is_done(event: Event) -> bool:
-    """A copy that failed is over too; who computes with it is told."""
-    try:
-        return event.is_done()
-    except (StrataError, RuntimeError):
-        return True

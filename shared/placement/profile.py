@@ -16,10 +16,9 @@ from shared.errors import ConfigError
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.hotness import Counts
+from shared.placement.sizes import SLOT_ALIGNMENT
 
 _FORMAT = 1
-SLOT_ALIGNMENT = 256
-"""Bytes that a slot is rounded up to: what copies to a device want, and the original engine's value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ from shared.tensor_catalog import ExpectedTensor, TensorClass, block_of, classif
 
 FLOAT_BYTES = 4
 _MIB, _GIB = 1 << 20, 1 << 30
-# Whatever a kernel reads at a time, the matrices of a blob begin where it may.
-_PART_ALIGNMENT, _SLOT_ALIGNMENT = 64, 256
+PART_ALIGNMENT = 64
+"""Of the matrices in a slot: a cache line of the CPU, and more than any load of a CUDA device wants."""
+SLOT_ALIGNMENT = 256
+"""Of slots: what copies to a device want, CUDA's own allocations have, and the original engine's value."""
 # As the torch device keeps matrices: these types as they are, the others as float16.
 _MATRIX_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _DECODED_BYTES = 2
@@ -61,8 +63,8 @@ def expert_sizes(model: GGUFModel, config: Qwen4ExpConfig) -> ExpertSizes:
     for tensor in expected_tensors(config, model):
         if tensor.tensor_class in _EXPERTS:
             of_one = model.info(tensor.name).num_bytes // config.num_experts
-            layers[block_of(tensor.name)] += _up_to(_PART_ALIGNMENT, of_one)
-    slots = tuple(_up_to(_SLOT_ALIGNMENT, num_bytes) for num_bytes in layers)
+            layers[block_of(tensor.name)] += rounded_up(of_one, PART_ALIGNMENT)
+    slots = tuple(rounded_up(num_bytes, SLOT_ALIGNMENT) for num_bytes in layers)
     return ExpertSizes(slots, config.num_experts, config.num_experts_used)
 
 
@@ -175,5 +177,6 @@ def _num_weights(model: GGUFModel, tensor: ExpectedTensor) -> int:
     return count
 
 
-def _up_to(multiple: int, num_bytes: int) -> int:
-    return -(-num_bytes // multiple) * multiple
+def rounded_up(num_bytes: int, alignment: int) -> int:
+    """To the next multiple."""
+    return -(-num_bytes // alignment) * alignment

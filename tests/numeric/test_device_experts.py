@@ -14,11 +14,12 @@ from torch import Tensor
 from cpu_worker.expert_layer import ExpertLayer
 from gpu_worker.device import torch_slot_experts
 from gpu_worker.device.cpu_slot_experts import CpuSlotExperts
-from gpu_worker.device.expert_slots import PART_ALIGNMENT, SLOT_ALIGNMENT, DeviceExperts
+from gpu_worker.device.expert_slots import DeviceExperts
 from gpu_worker.device.torch_slot_experts import TorchSlotExperts
 from shared.gguf.model import GGUFModel
 from shared.gguf.types import tensor_type_named
 from shared.native.team import Team
+from shared.placement.sizes import PART_ALIGNMENT, SLOT_ALIGNMENT
 from shared.quants import SUPPORTED, block_format, decode_rows
 from shared.work_slots import PARTS
 from tests.support.kernels import using_kernels
