@@ -71,6 +71,11 @@ class RunningSequence:
     state: SequenceState
     token_ids: list[int] = field(default_factory=list)
 
+    def roll_back(self, num_tokens: int) -> None:
+        """Takes back the last tokens of the last step, until so many are left in all."""
+        self.state.roll_back(num_tokens)
+        del self.token_ids[num_tokens:]
+
 
 class InProcessModel:
     """A model file, ready to compute."""

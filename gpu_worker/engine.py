@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -203,7 +203,8 @@ class Engine:
         while True:
             has_work = bool(self._scheduler.num_running or self._scheduler.num_waiting)
             if self.idle_s >= _REST_S:
-                self._workers.rest()
+                self._model.pages.trim()
+                self._workers.rest(self._model.pages.num_bytes)
             is_loading = self._workers.go_on_loading()
             self._workers.set_in_use(has_work or is_loading)
             patience_s = _REST_S if self._workers.has_lent else None
@@ -266,7 +267,7 @@ class Engine:
             clock.started_at = clock.started_at or started
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         try:
-            self._workers.claim_context(self._lengths_after(works))
+            self._workers.claim_context(self._context_bytes_after(works))
         except torch.AcceleratorError:
             raise
         except Exception as error:
@@ -300,11 +301,10 @@ class Engine:
             self._end_with_failure(sequence, failure)
         self._advance(works, result.choices, ngram_wait_s)
 
-    def _lengths_after(self, works: list[Work]) -> Iterator[int]:
-        """How long the sequences that have state will be after a step."""
-        stops = {work.sequence.request_id: work.stop for work in works}
-        for sequence in self._scheduler.running:
-            yield max(stops.get(sequence.request_id, 0), sequence.num_computed)
+    def _context_bytes_after(self, works: list[Work]) -> int:
+        """What keys and values take once there is room for a step."""
+        pages = self._model.pages
+        return pages.bytes_with(sum(work.num_new_pages(pages.page_tokens) for work in works))
 
     def _end_failed_step(self, error: Exception, works: list[Work], ways: Ways, before: _Waits) -> None:
         """Ends the sequences of a step, each with what has gone wrong for it."""

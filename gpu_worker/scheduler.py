@@ -25,6 +25,11 @@ class Work:
         """How many tokens that is."""
         return self.stop - self.start
 
+    def num_new_pages(self, page_tokens: int) -> int:
+        """Pages of keys and values that the sequence needs for it and has not got."""
+        state = self.sequence.state
+        return state.num_pages_for(self.stop) if state is not None else -(-self.stop // page_tokens)
+
     @property
     def reaches_end(self) -> bool:
         """Whether the next token follows from this work: nothing known is left uncomputed."""

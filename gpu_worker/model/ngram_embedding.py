@@ -51,8 +51,7 @@ class NgramEmbedding:
 
     def _convolve(self, inputs: Tensor, state: SequenceState) -> Tensor:
         """The convolution of one sequence, whose taps are one n-gram apart: [tokens, width]."""
-        assert state.ngram_conv_inputs is not None
-        convolved, state.ngram_conv_inputs = convolve(
-            inputs, state.ngram_conv_inputs, self._kernel, dilation=self._ngram.ngram_size
+        assert state.ngram_inputs is not None
+        return convolve(
+            inputs, state.ngram_inputs, state.num_pending, self._kernel, dilation=self._ngram.ngram_size
         )
-        return convolved

@@ -1,7 +1,7 @@
 """The causal convolution over each channel: one token at a time, and the history that a span leaves.
 
 Tokens are independent of each other as long as the history stays as it was before the span, so it is moved on
-in a step of its own.
+in a step of its own. What a history is, pending tokens included, is in `gpu_worker.state.sequence_state`.
 """
 
 import functools
@@ -15,7 +15,9 @@ from shared.quants.jit import compile_task, jitable
 CONVOLVED_SPAN = fields(
     "start",  # first token of the step
     "num_tokens",
-    "history",  # f32 [reach, channels]: the inputs before the span, oldest first
+    "history",  # f32 [reach + kept tokens, channels]
+    "num_pending",  # of these before the span
+    "num_kept",  # of the tokens of the span
 )
 HISTORIES = fields(
     "spans",  # CONVOLVED_SPAN [num_spans]
@@ -64,18 +66,27 @@ def convolve(
         put_out(out, i, silu(get_out(out, i)))
 
 
+@jitable
+def history_of(history: int, num_pending: int, channels: int) -> int:
+    """The address of the inputs before a span, oldest first. Compiled code only."""
+    return history + num_pending * channels * 4
+
+
 def _advance_histories(params: int, start: int, stop: int, scratch: int) -> None:
     step = _histories_at(params)
     channels, reach = step.channels, step.reach
     for item in range(start, stop):
         span = convolved_span_at(step.spans + item * SPAN_BYTES)
-        history, inputs = floats_at(span.history), floats_at(step.inputs + span.start * channels * 4)
-        for row in range(reach):
-            source = row + span.num_tokens
+        to, inputs = floats_at(span.history), floats_at(step.inputs + span.start * channels * 4)
+        history = floats_at(history_of(span.history, span.num_pending, channels))
+        num_new = span.num_tokens - span.num_kept
+        # Rows are never written before they have been read: what moves, moves towards the front.
+        for row in range(reach + span.num_kept):
+            source = row + num_new
             rows = history if source < reach else inputs
             first = (source if source < reach else source - reach) * channels
             for i in range(channels):
-                history[row * channels + i] = rows[first + i]
+                to[row * channels + i] = rows[first + i]
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gpu_worker.model.indexer import BlockChoice
-from gpu_worker.native.attention_span import SPAN_BYTES, span_at
+from gpu_worker.native.attention_span import SPAN_BYTES, row_of, span_at
 from gpu_worker.native.rotation import RotationTable, rotate
 from gpu_worker.native.script import Script
 from gpu_worker.native.spans import StepSpans
@@ -76,22 +76,24 @@ def _append_index_keys(params: int, start: int, stop: int, scratch: int) -> None
     norm = floats_at(step.norm)
     for item in range(start, stop):
         span = span_at(step.spans + item * SPAN_BYTES)
-        num_open = span.num_open
-        open_keys = floats_at(span.open_keys)
+        raw_keys, ring_rows = floats_at(span.raw_keys), span.ring_rows
         for token in range(span.num_tokens):
+            position = span.position + token
             raw_key = floats_at(step.raw_keys + (span.start + token) * dim * 4)
+            place = position % ring_rows * dim
             for i in range(dim):
-                open_keys[num_open * dim + i] = raw_key[i]
-            num_open += 1
-            if num_open < ratio:
+                raw_keys[place + i] = raw_key[i]
+            block = position // ratio
+            if position - block * ratio + 1 < ratio:
                 continue
-            num_open = 0
-            block = (span.position + token) // ratio
-            key = floats_at(span.block_keys + block * dim * 4)
+            row = row_of(span.pages, span.page_tokens // ratio, block)
+            key = floats_at(span.block_keys + row * dim * 4)
+            # The ring has whole blocks.
+            first = block * ratio % ring_rows * dim
             for i in range(dim):
                 total = np.float32(0)
                 for member in range(ratio):
-                    total += open_keys[member * dim + i]
+                    total += raw_keys[first + member * dim + i]
                 key[i] = np.divide(total, np.float32(ratio))
             normalise(key, norm, key, dim, step.epsilon)
             rotate(key, block * ratio, step.rotation)
@@ -119,7 +121,8 @@ def _score_blocks(params: int, start: int, stop: int, scratch: int) -> None:
         num_blocks = (span.position + token - span.start + 1) // step.ratio
         scores = floats_at(step.scores + token * step.stride * 4)
         for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
-            key = floats_at(span.block_keys + block * dim * 4)
+            row = row_of(span.pages, span.page_tokens // step.ratio, block)
+            key = floats_at(span.block_keys + row * dim * 4)
             total = np.float32(0)
             for head in range(step.num_heads):
                 product = dot(floats_at(step.queries + (token * step.num_heads + head) * dim * 4), key, dim)

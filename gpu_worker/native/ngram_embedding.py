@@ -12,11 +12,13 @@ from gpu_worker.native.convolution import (
     advance_histories_task,
     convolve,
     convolved_span_at,
+    history_of,
 )
 from gpu_worker.native.script import Script
 from gpu_worker.native.spans import SpanRecords, StepSpans
 from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Floats, Workspace, multiply
+from gpu_worker.state.sequence_state import num_kept
 from shared.model_config import NgramConfig, Qwen4ExpConfig
 from shared.native.arithmetic import Pointer, sigmoid, sum_of_squares
 from shared.native.memory import floats_at, integers_at
@@ -96,7 +98,7 @@ def _convolve_streams(params: int, start: int, stop: int, scratch: int) -> None:
         convolved = floats_at(step.keys + item * hidden * 4)
         convolve(
             floats_at(step.conv_inputs + span.start * num_streams * hidden * 4 + first),
-            floats_at(span.history + first),
+            floats_at(history_of(span.history, span.num_pending, num_streams * hidden) + first),
             floats_at(step.kernel + first),
             convolved,
             token - span.start,
@@ -195,6 +197,7 @@ class NgramEmbedding:
     def begin(self) -> None:
         """Takes the spans of the next step."""
         for number, span in enumerate(self._step.all):
-            assert span.state.ngram_conv_inputs is not None
-            history = span.state.ngram_conv_inputs.data_ptr()
-            self._spans.put(number, (span.start, span.num_tokens, history))
+            state = span.state
+            assert state.ngram_inputs is not None
+            history = state.ngram_inputs.data_ptr(), state.num_pending, num_kept(span.num_tokens)
+            self._spans.put(number, (span.start, span.num_tokens, *history))

@@ -98,11 +98,6 @@ class Layer:
         else:
             mixer.begin()
 
-    def end(self) -> None:
-        """The layer has been computed."""
-        if isinstance(self.mixer, Attention):
-            self.mixer.end()
-
     def choose(self) -> None:
         """The choice of blocks, between the two halves of a step that `chooses`."""
         assert isinstance(self.mixer, Attention)
@@ -190,8 +185,6 @@ class NativeTrunk:
             self._run_natively(sizes, experts, ngram)
         else:
             self._run_by_turns(sizes, experts, ngram)
-        for layer in self._layers:
-            layer.end()
         streams = self._streams[:num_tokens].reshape(num_tokens, config.num_streams, config.hidden)
         return torch.from_numpy(streams)
 

@@ -16,6 +16,7 @@ from gpu_worker.model.hyper_connection import StreamMixer, StreamReader, rms_nor
 from gpu_worker.model.moe import MixtureOfExperts
 from gpu_worker.model.ngram_embedding import NgramEmbedding
 from gpu_worker.model.rotary import Rotary
+from gpu_worker.state.pages import PagePool
 from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import Qwen4ExpConfig
 from tests.support.prepared import Prepared
@@ -148,7 +149,7 @@ def test_ngram_embedding(config: Qwen4ExpConfig) -> None:
     streams, features = random_streams(config), torch.randn(NUM_TOKENS, ngram.feature_width)
     # A stream of zeros matches nothing: the gate's argument is exactly zero, whose sign counts as none.
     streams[4, 1] = 0
-    state = SequenceState(config, CPU)
+    state = SequenceState(config, PagePool(config, CPU))
     positions = torch.arange(NUM_TOKENS)
     batch = Batch(positions, positions, [Span(0, NUM_TOKENS, state)])
     got = NgramEmbedding(TensorDevice(weights), config, ngram)(streams, features, batch)
