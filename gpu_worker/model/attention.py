@@ -53,7 +53,7 @@ class Attention:
             store.keys[places] = key[rows]
             store.values[places] = value[rows]
             if self._indexer is not None and index_keys is not None:
-                self._indexer.append_keys(index_keys[rows], span.state)
+                self._indexer.append_keys(index_keys[rows], span)
             outputs.append(self._attend(query[rows], x[rows], rotation.rows(rows), span, store))
         mixed = torch.cat(outputs) * torch.sigmoid(gate)
         return self._out(mixed.flatten(1))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gpu_worker.state.checkpoint import Checkpoint
 from gpu_worker.state.sequence_state import SequenceState
 
 
@@ -19,11 +20,19 @@ class Span:
     start: int
     stop: int
     state: SequenceState
+    snapshots: Sequence[Checkpoint] = ()
+    """To be filled in on the way, by rising position: each is that of a token of the span, but for the first,
+    and has one token pending, the one before. A span of a window has none."""
 
     @property
     def num_tokens(self) -> int:
         """Length of the span."""
         return self.stop - self.start
+
+    @property
+    def cuts(self) -> list[int]:
+        """Numbers of the tokens before which the snapshots are taken."""
+        return [snapshot.position - self.state.position for snapshot in self.snapshots]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,10 +62,27 @@ class DeltaNet:
             rows = slice(span.start, span.stop)
             state = span.state.delta[self._layer]
             num_pending = span.state.num_pending
-            convolved = convolve(qkv[rows], state.conv_inputs, num_pending, self._kernel)
-            query, key, value = self._heads(convolved)
+            snapshots = [snapshot.delta[self._layer] for snapshot in span.snapshots]
+            cuts = span.cuts
+            earlier = [snapshot.conv_inputs for snapshot in snapshots]
+            convolved = convolve(
+                qkv[rows],
+                state.conv_inputs,
+                num_pending,
+                self._kernel,
+                snapshots=list(zip(cuts, earlier, strict=True)),
+            )
+            inputs = *self._heads(convolved), rate[rows], log_decay[rows]
+            start = 0
+            for cut, snapshot in zip(cuts, snapshots, strict=True):
+                settle(state, num_pending)
+                outputs.append(mix(state, 1, *(x[start:cut] for x in inputs)))
+                snapshot.matrices.copy_(state.matrices)
+                for of_state, of_snapshot in zip(state.updates, snapshot.updates, strict=True):
+                    of_snapshot.copy_(of_state[:1])
+                start, num_pending = cut, 1
             settle(state, num_pending)
-            outputs.append(mix(query, key, value, rate[rows], log_decay[rows], state))
+            outputs.append(mix(state, num_kept(span.num_tokens), *(x[start:] for x in inputs)))
         mixed = rms_norm(torch.cat(outputs), self._norm, config.rms_epsilon)
         gate = torch.sigmoid(self._gate(x)).view(-1, heads, head_dim)
         return self._out((mixed * gate).flatten(1))
@@ -100,11 +117,17 @@ def settle(state: DeltaState, num_pending: int) -> None:
 
 
 def mix(
-    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor, state: DeltaState
+    state: DeltaState,
+    num_pending: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rate: Tensor,
+    log_decay: Tensor,
 ) -> Tensor:
     """query, key, value [tokens, heads, head dim], rate and log_decay [tokens, heads] -> [tokens, heads,
-    head dim]. The last tokens are pending then, nothing is before."""
-    num_settled = len(query) - num_kept(len(query))
+    head dim]. No token is pending before, so many of the last ones are then."""
+    num_settled = len(query) - num_pending
     outputs = []
     for start in range(0, num_settled, CHUNK_TOKENS):
         rows = slice(start, min(start + CHUNK_TOKENS, num_settled))
@@ -118,7 +141,6 @@ def mix(
     rows = slice(num_settled, None)
     recur = _recurrent if len(query) == 1 else _solved
     output, delta, _ = recur(query[rows], key[rows], value[rows], rate[rows], log_decay[rows], state)
-    num_pending = len(query) - num_settled
     state.decays[:num_pending] = log_decay[rows].exp()
     state.keys[:num_pending] = key[rows]
     state.deltas[:num_pending] = delta.transpose(0, 1)

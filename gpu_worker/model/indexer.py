@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device.interface import Device
+from gpu_worker.model.batch import Span
 from gpu_worker.model.hyper_connection import rms_norm
 from gpu_worker.model.rotary import Rotary, Rotation
 from gpu_worker.state.sequence_state import SequenceState
@@ -99,8 +100,10 @@ class Indexer(BlockChoice):
         """Raw keys of tokens x [tokens, hidden]: [tokens, indexer dim]."""
         return self._key(x)
 
-    def append_keys(self, raw_keys: Tensor, state: SequenceState) -> None:
-        """Takes the raw keys of the next tokens; finishes the pooled key of every block they complete."""
+    def append_keys(self, raw_keys: Tensor, span: Span) -> None:
+        """Takes the raw keys of the tokens of a span; finishes the pooled key of every block they
+        complete."""
+        state = span.state
         attention, first = state.attention[self._layer], state.position
         ring = attention.raw_keys
         num_blocks = first // self.ratio
@@ -113,11 +116,18 @@ class Indexer(BlockChoice):
             blocks = torch.arange(num_blocks, num_blocks + num_complete, device=pooled.device)
             rows = state.block_rows(num_blocks + num_complete, self.ratio)[num_blocks:]
             attention.store.block_keys[rows] = self._rotary.at(blocks * self.ratio)(pooled[:, None])[:, 0]
-        kept = raw_keys[-len(ring) :]
-        stop = first + len(raw_keys)
-        ring[torch.arange(stop - len(kept), stop, device=ring.device) % len(ring)] = kept
+        for number, snapshot in zip(span.cuts, span.snapshots, strict=True):
+            snapshot.raw_keys[self._layer].copy_(ring)
+            _put(snapshot.raw_keys[self._layer], raw_keys[:number], first + number)
+        _put(ring, raw_keys, first + len(raw_keys))
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Indexer queries of tokens x [tokens, hidden]: [tokens, heads, indexer dim]."""
         heads = self._query(x).view(-1, self._num_heads, self._head_dim)
         return rotation(rms_norm(heads, self._query_norm, self._epsilon))
+
+
+def _put(ring: Tensor, raw_keys: Tensor, stop: int) -> None:
+    """Raw keys of the positions up to `stop`, as far as they have room."""
+    kept = raw_keys[-len(ring) :]
+    ring[torch.arange(stop - len(kept), stop, device=ring.device) % len(ring)] = kept

@@ -15,12 +15,18 @@ import functools
 
 import numpy as np
 
-from gpu_worker.native.attention_span import ATTENTION_SPAN, SPAN_BYTES, row_of, span_at
+from gpu_worker.native.attention_span import (
+    ATTENTION_SPAN,
+    INDEXER_SNAPSHOT,
+    SPAN_BYTES,
+    row_of,
+    span_at,
+)
 from gpu_worker.native.indexer import NORMED_HEADS, Indexer, normalise, normalise_heads_task
 from gpu_worker.native.regions import region
 from gpu_worker.native.rotation import RotationTable, rotate
 from gpu_worker.native.script import Script
-from gpu_worker.native.spans import NUM_PARTS, SpanRecords, StepSpans
+from gpu_worker.native.spans import NUM_PARTS, SnapshotRecords, SpanRecords, StepSpans
 from gpu_worker.native.streams import Written
 from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Workspace, multiply
@@ -398,6 +404,7 @@ class Attention:
             workspace.floats("part sums", heads, spans.max_parts),
         )
         self._records = SpanRecords(ATTENTION_SPAN, workspace.capacity)
+        self._snapshots = SnapshotRecords(INDEXER_SNAPSHOT)
         self._attending: list[Record] = []
         if self.indexer is not None:
             self.indexer.build(workspace, spans, self._records.records)
@@ -495,6 +502,7 @@ class Attention:
         """Takes the spans of the next step. Whether some of their tokens choose blocks."""
         indexer, step = self.indexer, self._spans
         last_position = 0
+        self._snapshots.begin()
         for number, span in enumerate(step.all):
             state, position = span.state, span.state.position
             attention = state.attention[self._layer]
@@ -513,6 +521,12 @@ class Attention:
                     store.block_keys.data_ptr(),
                     ring.data_ptr(),
                     len(ring),
+                    *self._snapshots.put(
+                        [
+                            (cut, snapshot.raw_keys[self._layer].data_ptr())
+                            for cut, snapshot in zip(span.cuts, span.snapshots, strict=True)
+                        ]
+                    ),
                 ),
             )
         for params in self._attending:

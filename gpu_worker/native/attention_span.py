@@ -15,10 +15,17 @@ ATTENTION_SPAN = fields(
     "block_keys",  # f32 [rows / ratio, indexer dim]
     "raw_keys",  # f32 [ring_rows, indexer dim]
     "ring_rows",
+    "snapshots",  # INDEXER_SNAPSHOT [num_snapshots]
+    "num_snapshots",
 )
-SPAN_BYTES = ATTENTION_SPAN.itemsize
+INDEXER_SNAPSHOT = fields(
+    "number",  # of the token in the span that it is before
+    "raw_keys",  # f32 [ring_rows, indexer dim]
+)
+SPAN_BYTES, SNAPSHOT_BYTES = ATTENTION_SPAN.itemsize, INDEXER_SNAPSHOT.itemsize
 
 span_at = reader(ATTENTION_SPAN)
+snapshot_at = reader(INDEXER_SNAPSHOT)
 
 
 @jitable

@@ -16,6 +16,7 @@ import math
 import numpy as np
 
 from gpu_worker.native.convolution import (
+    CONVOLVED_SNAPSHOT,
     CONVOLVED_SPAN,
     HISTORIES,
     SPAN_BYTES,
@@ -26,14 +27,14 @@ from gpu_worker.native.convolution import (
 )
 from gpu_worker.native.regions import region
 from gpu_worker.native.script import Script
-from gpu_worker.native.spans import SpanRecords, StepSpans
+from gpu_worker.native.spans import SnapshotRecords, SpanRecords, StepSpans
 from gpu_worker.native.streams import Written
 from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Workspace, multiply
 from gpu_worker.state.sequence_state import num_kept
 from shared.model_config import Qwen4ExpConfig
 from shared.native.arithmetic import Pointer, dot, sigmoid, sum_of_squares
-from shared.native.memory import floats_at, integers_at
+from shared.native.memory import floats_at, integers_at, load
 from shared.native.records import fields, reader, record
 from shared.quants.jit import compile_task, jitable, jitable_sum
 from shared.tensor_catalog import block_prefix
@@ -47,6 +48,15 @@ DELTA_SPAN = fields(
     "decays",  # f32 [pending, value heads]
     "keys",  # f32 [pending, value heads, head_dim]
     "deltas",  # f32 [pending, value heads, head_dim]
+    "snapshots",  # DELTA_SNAPSHOT [num_snapshots]
+    "num_snapshots",
+)
+DELTA_SNAPSHOT = fields(
+    "number",  # of the token in the span that it is before
+    "matrices",  # without the update of the token before
+    "decays",  # f32 [value heads]: that update
+    "keys",  # f32 [value heads, head_dim]
+    "deltas",  # f32 [value heads, head_dim]
 )
 CONVOLUTION = fields(
     "spans",  # CONVOLVED_SPAN [num_spans]
@@ -79,9 +89,10 @@ OUTPUT = fields(
     "head_dim",
     epsilon=np.float32,
 )
-_DELTA_SPAN_BYTES = DELTA_SPAN.itemsize
+_DELTA_SPAN_BYTES, _SNAPSHOT_BYTES = DELTA_SPAN.itemsize, DELTA_SNAPSHOT.itemsize
 
 _span_at = reader(DELTA_SPAN)
+_snapshot_at = reader(DELTA_SNAPSHOT)
 _convolution_at = reader(CONVOLUTION)
 _recurrence_at = reader(RECURRENCE)
 _output_at = reader(OUTPUT)
@@ -180,6 +191,20 @@ def _write_and_recall(
             answered[j] += q * new
 
 
+@jitable
+def _take_snapshot(
+    address: int, head: int, state: Pointer, decay: np.float32, key: Pointer, delta: Pointer, dim: int
+) -> None:
+    snapshot = _snapshot_at(address)
+    matrix = floats_at(snapshot.matrices + head * dim * dim * 4)
+    to_key, to_delta = floats_at(snapshot.keys + head * dim * 4), floats_at(snapshot.deltas + head * dim * 4)
+    floats_at(snapshot.decays)[head] = decay
+    for i in range(dim):
+        to_key[i], to_delta[i] = key[i], delta[i]
+    for i in range(dim * dim):
+        matrix[i] = state[i]
+
+
 def _recur(params: int, start: int, stop: int, scratch: int) -> None:
     step = _recurrence_at(params)
     dim, num_key_heads, num_heads = step.head_dim, step.num_key_heads, step.num_value_heads
@@ -221,7 +246,11 @@ def _recur(params: int, start: int, stop: int, scratch: int) -> None:
             at = (span.num_pending - 1) * num_heads
             decay = decays[at + head]
             key, delta = floats_at(keys + at * dim * 4), floats_at(deltas + at * dim * 4)
+        next_snapshot, snapshots_end = span.snapshots, span.snapshots + span.num_snapshots * _SNAPSHOT_BYTES
         for number in range(span.num_tokens):
+            if next_snapshot < snapshots_end and load(next_snapshot) == number:
+                _take_snapshot(next_snapshot, head, state, decay, key, delta, dim)
+                next_snapshot += _SNAPSHOT_BYTES
             token = span.start + number
             row = step.heads + token * channels * 4
             query = floats_at(row + key_head * dim * 4)
@@ -309,6 +338,8 @@ class DeltaNet:
         self._output = workspace.floats("output", config.hidden)
         self._convolved = SpanRecords(CONVOLVED_SPAN, workspace.capacity)
         self._spans = SpanRecords(DELTA_SPAN, workspace.capacity)
+        self._snapshots = SnapshotRecords(DELTA_SNAPSHOT)
+        self._convolved_snapshots = SnapshotRecords(CONVOLVED_SNAPSHOT)
 
     def emit(self, script: Script) -> Written:
         """Appends all of it, from the plane `x`; what the layer leaves to be written."""
@@ -394,10 +425,22 @@ class DeltaNet:
 
     def begin(self) -> None:
         """Takes the spans of the next step."""
+        self._snapshots.begin()
+        self._convolved_snapshots.begin()
         for number, span in enumerate(self._step.all):
             state, place = span.state.delta[self._layer], (span.start, span.num_tokens)
             pending = span.state.num_pending, num_kept(span.num_tokens)
             matrices, conv_inputs = state.matrices.data_ptr(), state.conv_inputs.data_ptr()
-            updates = state.decays.data_ptr(), state.keys.data_ptr(), state.deltas.data_ptr()
-            self._spans.put(number, (*place, *pending, matrices, *updates))
-            self._convolved.put(number, (*place, conv_inputs, *pending))
+            updates = [update.data_ptr() for update in state.updates]
+            cuts, snapshots = span.cuts, [snapshot.delta[self._layer] for snapshot in span.snapshots]
+            of_delta = [
+                (cut, *(tensor.data_ptr() for tensor in (snapshot.matrices, *snapshot.updates)))
+                for cut, snapshot in zip(cuts, snapshots, strict=True)
+            ]
+            of_inputs = [
+                (cut, snapshot.conv_inputs.data_ptr()) for cut, snapshot in zip(cuts, snapshots, strict=True)
+            ]
+            self._spans.put(number, (*place, *pending, matrices, *updates, *self._snapshots.put(of_delta)))
+            self._convolved.put(
+                number, (*place, conv_inputs, *pending, *self._convolved_snapshots.put(of_inputs))
+            )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gpu_worker.model.indexer import BlockChoice
-from gpu_worker.native.attention_span import SPAN_BYTES, row_of, span_at
+from gpu_worker.native.attention_span import SNAPSHOT_BYTES, SPAN_BYTES, row_of, snapshot_at, span_at
 from gpu_worker.native.rotation import RotationTable, rotate
 from gpu_worker.native.script import Script
 from gpu_worker.native.spans import StepSpans
@@ -18,7 +18,7 @@ from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Floats, Matrix, Workspace
 from shared.model_config import Qwen4ExpConfig
 from shared.native.arithmetic import Pointer, dot, sum_of_squares
-from shared.native.memory import floats_at, integers_at
+from shared.native.memory import floats_at, integers_at, load
 from shared.native.records import Record, fields, reader, record
 from shared.native.task import address_of
 from shared.quants.jit import compile_task, jitable
@@ -77,7 +77,13 @@ def _append_index_keys(params: int, start: int, stop: int, scratch: int) -> None
     for item in range(start, stop):
         span = span_at(step.spans + item * SPAN_BYTES)
         raw_keys, ring_rows = floats_at(span.raw_keys), span.ring_rows
+        next_snapshot, snapshots_end = span.snapshots, span.snapshots + span.num_snapshots * SNAPSHOT_BYTES
         for token in range(span.num_tokens):
+            if next_snapshot < snapshots_end and load(next_snapshot) == token:
+                copied = floats_at(snapshot_at(next_snapshot).raw_keys)
+                for i in range(ring_rows * dim):
+                    copied[i] = raw_keys[i]
+                next_snapshot += SNAPSHOT_BYTES
             position = span.position + token
             raw_key = floats_at(step.raw_keys + (span.start + token) * dim * 4)
             place = position % ring_rows * dim

@@ -6,6 +6,7 @@ import numpy as np
 
 from gpu_worker.model.ngram_embedding import MIN_MATCH
 from gpu_worker.native.convolution import (
+    CONVOLVED_SNAPSHOT,
     CONVOLVED_SPAN,
     HISTORIES,
     SPAN_BYTES,
@@ -15,7 +16,7 @@ from gpu_worker.native.convolution import (
     history_of,
 )
 from gpu_worker.native.script import Script
-from gpu_worker.native.spans import SpanRecords, StepSpans
+from gpu_worker.native.spans import SnapshotRecords, SpanRecords, StepSpans
 from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Floats, Workspace, multiply
 from gpu_worker.state.sequence_state import num_kept
@@ -150,6 +151,7 @@ class NgramEmbedding:
         self._conv_inputs = workspace.floats("normalised", config.stream_width)
         self._values = workspace.floats("x", config.hidden)
         self._spans = SpanRecords(CONVOLVED_SPAN, workspace.capacity)
+        self._snapshots = SnapshotRecords(CONVOLVED_SNAPSHOT)
 
     def emit(self, script: Script) -> None:
         """Appends all of it, from features to streams."""
@@ -196,8 +198,14 @@ class NgramEmbedding:
 
     def begin(self) -> None:
         """Takes the spans of the next step."""
+        self._snapshots.begin()
         for number, span in enumerate(self._step.all):
             state = span.state
             assert state.ngram_inputs is not None
             history = state.ngram_inputs.data_ptr(), state.num_pending, num_kept(span.num_tokens)
-            self._spans.put(number, (span.start, span.num_tokens, *history))
+            rows = [
+                (cut, snapshot.ngram_inputs.data_ptr())
+                for cut, snapshot in zip(span.cuts, span.snapshots, strict=True)
+                if snapshot.ngram_inputs is not None
+            ]
+            self._spans.put(number, (span.start, span.num_tokens, *history, *self._snapshots.put(rows)))

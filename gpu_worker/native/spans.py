@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from gpu_worker.model.batch import Span
 from gpu_worker.native.script import Sizes
 from shared.native.records import Record, RecordType
+from shared.native.task import address_of
 
 NUM_PARTS = 8
 """Parts of the context of each token."""
@@ -30,6 +31,25 @@ class SpanRecords:
         for value in values:
             self._words[at] = value
             at += 1
+
+
+class SnapshotRecords:
+    """Records of int64 fields of the snapshots of one span, which tasks read: none, in nearly all steps."""
+
+    def __init__(self, dtype: RecordType) -> None:
+        self._num_fields = dtype.itemsize // 8
+        self._kept: list[NDArray[np.int64]] = []
+
+    def begin(self) -> None:
+        """Lets go of those of the last step."""
+        self._kept.clear()
+
+    def put(self, rows: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """The address of records with these fields, and their number."""
+        if not rows:
+            return 0, 0
+        self._kept.append(np.array(rows, np.int64).reshape(len(rows), self._num_fields))
+        return address_of(self._kept[-1]), len(rows)
 
 
 class StepSpans:

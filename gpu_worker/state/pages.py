@@ -2,7 +2,7 @@
 
 Each attention layer has a store of rows, one for each position of each page; a page has the same number in
 all of them. A sequence has a list of pages, in the order of its positions. It writes only into pages that it
-has taken itself: the first positions of a sequence may be pages of others (`SequenceState.restored`), which
+has taken itself: the first positions of a sequence may be pages of others (`Checkpoint.restore`), which
 are then read by both.
 
 The stores double while they are small. From `STEP_TOKENS` on they grow by that many rows at a time, so that

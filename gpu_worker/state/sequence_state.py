@@ -13,6 +13,7 @@ of delta nets, which are read once for the update of the last token and the reca
 Steps computed in torch and in machine code (`gpu_worker.native`) find what the other left.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,11 @@ class DeltaState:
     keys: Tensor
     deltas: Tensor
     conv_inputs: Tensor
+
+    @property
+    def updates(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the pending tokens."""
+        return self.decays, self.keys, self.deltas
 
 
 @dataclass(slots=True)
@@ -97,16 +103,19 @@ class SequenceState:
 
     def reserve(self, length: int) -> None:
         """Makes room for so many positions. Stores may move."""
-        missing = self.num_pages_for(length)
-        if not missing:
-            return
-        self.pages += self._pool.take(missing)
+        if missing := self.num_pages_for(length):
+            self.share(self._pool.take(missing))
+
+    def share(self, pages: Sequence[Page]) -> None:
+        """Appends pages. Those that others have too are not to be written: their positions have been
+        computed."""
+        self.pages += pages
         # With room for more, so that their address stays; there are a few thousand at most.
         if len(self.pages) > len(self.page_numbers):
             larger = np.zeros(2 * len(self.pages), np.int64)
             larger[: len(self.page_numbers)] = self.page_numbers
             self.page_numbers = larger
-        for place in range(len(self.pages) - missing, len(self.pages)):
+        for place in range(len(self.pages) - len(pages), len(self.pages)):
             self.page_numbers[place] = self.pages[place].number
 
     def rows(self, stop: int) -> Tensor:

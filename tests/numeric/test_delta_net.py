@@ -58,8 +58,8 @@ def in_steps(inputs: Inputs, state: DeltaState, size: int) -> Tensor:
     for start in range(0, len(inputs[0]), size):
         rows = slice(start, start + size)
         settle(state, num_pending)
-        outputs.append(mix(*(x[rows] for x in inputs), state))
-        num_pending = num_kept(len(outputs[-1]))
+        num_pending = num_kept(len(inputs[0][rows]))
+        outputs.append(mix(state, num_pending, *(x[rows] for x in inputs)))
     settle(state, num_pending)
     return torch.cat(outputs)
 
