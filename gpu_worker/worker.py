@@ -18,6 +18,7 @@ from shared.link import LinkClient, LinkServer
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
 from shared.process import ProcessContext, ProcessState, load_in_thread
+from shared.rope_scaling import ScalingType
 from shared.run_directory import Role
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import meeting_cpu
@@ -36,8 +37,10 @@ class GpuWorker:
 
     def __init__(self, context: ProcessContext[GpuWorkerConfig]) -> None:
         self._context = context
-        self._config = read_model_config(context.model)
+        self._config = read_model_config(context.model, context.config)
         check_tensors(context.model, self._config)
+        if shortfall := self._config.rope_scaling.shortfall(context.config.max_context):
+            _log.warning("%s", shortfall)
         self._torch_device = choose_torch_device(context.config.device)
         self._loop = asyncio.get_running_loop()
         self._is_loaded = asyncio.Event()
@@ -82,6 +85,8 @@ class GpuWorker:
             "parallel": self._context.config.parallel,
             "device": str(self._torch_device),
         }
+        if self._config.rope_scaling.type is not ScalingType.NONE:
+            capabilities["rope_scaling"] = self._config.rope_scaling.description
         if self._torch_device.type == "cpu" and self._loaded is not None:
             capabilities["kernels"] = self._loaded.kernels
         return capabilities
@@ -105,9 +110,8 @@ class GpuWorker:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence: what was asked for, but not more than the model was trained for."""
-        trained = self._config.context_length
-        return min(self._context.config.max_context or trained, trained)
+        """The longest sequence: what was asked for, but not more than the model is good for."""
+        return self._config.longest_sequence(self._context.config.max_context)
 
     async def _start_engine(self) -> tuple[Engine, PeerListener]:
         config = self._context.config

@@ -18,6 +18,7 @@ _MEMORY = "memory and disk"
 _PLACEMENT = "experts on the device"
 _NETWORK = "network"
 _CAPACITY = "capacity"
+_SCALING = "contexts beyond the trained length"
 _SAMPLING = "sampling defaults, for requests that do not say"
 _COMPUTE = "devices and threads"
 _LIFE = "processes and time limits"
@@ -29,9 +30,12 @@ CPU_ACTIVATIONS = ("int16", "int8")
 PLE_IO = ("auto", "direct", "mmap", "ram")
 EXPERT_SETTINGS = ("auto", "resident", "mapped")
 SWAP_POLICIES = ("adaptive", "lru", "static")
+ROPE_SCALINGS = ("auto", "none", "linear", "yarn")
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """What this machine alone can reach."""
+
+DEFAULT_MAX_CONTEXT = 32768
 
 DEFAULT_PREFILL = 512
 """Tokens of a chunk without experts on the device."""
@@ -133,8 +137,9 @@ class CapacityConfig(CommonConfig):
     """What the gateway and the gpu_worker have to agree on."""
 
     max_context: int = setting(
-        32768,
-        "longest prompt and answer together; 0 takes what the model was trained for",
+        DEFAULT_MAX_CONTEXT,
+        "longest prompt and answer together, up to what the model was trained for or --rope-scaling makes of "
+        "it; 0 takes all of that",
         group=_CAPACITY,
         unit="TOKENS",
         minimum=0,
@@ -298,6 +303,55 @@ class GpuWorkerConfig(CapacityConfig):
         "file that is written with which experts each token chose, for `strata simulate`",
         group=_PLACEMENT,
         unit="FILE",
+    )
+    rope_scaling: str = setting(
+        ROPE_SCALINGS[0],
+        "how positions are scaled for longer contexts; auto is what the file says; yarn or linear change "
+        "outputs of short prompts too, so use them for contexts that need them only",
+        group=_SCALING,
+        choices=ROPE_SCALINGS,
+    )
+    rope_scale: float | None = setting(
+        None,
+        "how many times the trained length the context may have (default: what the file says)",
+        group=_SCALING,
+        unit="F",
+        minimum=1,
+        maximum=1024,
+    )
+    yarn_orig_ctx: int = setting(
+        0,
+        "context that the model was trained for; 0 is what the file says",
+        group=_SCALING,
+        unit="TOKENS",
+        minimum=0,
+        maximum=1 << 24,
+    )
+    yarn_attn_factor: float | None = setting(
+        None,
+        "multiplies YaRN's factor of cosines and sines, 0.1 ln(--rope-scale) + 1 (default: 1, or what the "
+        "file says)",
+        group=_SCALING,
+        minimum=0.01,
+        maximum=100,
+    )
+    yarn_beta_fast: float | None = setting(
+        None,
+        "dimensions that turn more often than this within the trained length are not stretched (default: "
+        "32, or what the file says)",
+        group=_SCALING,
+        unit="TURNS",
+        minimum=0.01,
+        maximum=1 << 24,
+    )
+    yarn_beta_slow: float | None = setting(
+        None,
+        "dimensions that turn less often than this within the trained length are stretched in full (default: "
+        "1, or what the file says)",
+        group=_SCALING,
+        unit="TURNS",
+        minimum=0.01,
+        maximum=1 << 24,
     )
     watchdog_s: float = setting(
         60.0, "a step that waits this long for another process fails", group=_LIFE, unit="SECONDS", minimum=1

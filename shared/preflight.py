@@ -52,7 +52,7 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
     with GGUFModel(gateway.model) as model:
-        config = read_model_config(model)
+        config = read_model_config(model, gpu_worker)
         check_tensors(model, config)
         if cpu_worker.experts == ExpertMode.RESIDENT:
             check_lock(model, config)

@@ -186,7 +186,11 @@ def _too_long(length: str, services: Services, min_answer_tokens: int = 1) -> Co
     max_context = services.engine.max_context
     answer = f", {min_answer_tokens} of them for the answer" if min_answer_tokens else ""
     is_set_lower = max_context == services.config.max_context
-    remedy = ", or raise --max-context" if is_set_lower else ": the model is made for no more"
+    remedy = (
+        ", or raise --max-context"
+        if is_set_lower
+        else ": the model is made for no more, unless --rope-scaling"
+    )
     return ContextLengthError(
         f"the prompt has {length} tokens, the context has room for {max_context}{answer}; shorten it{remedy}"
     )

@@ -253,7 +253,7 @@ def wants_experts(settings: GpuWorkerConfig, torch_device: torch.device) -> bool
 
 def _first_context(settings: GpuWorkerConfig, config: Qwen4ExpConfig) -> int:
     """The tokens that memory for keys and values is set aside for at the start, of all requests together."""
-    longest = min(settings.max_context or config.context_length, config.context_length)
+    longest = config.longest_sequence(settings.max_context)
     return min(longest, KV_GROW_FIRST) if settings.kv_grow else longest
 
 

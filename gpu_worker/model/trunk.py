@@ -52,7 +52,7 @@ class TorchTrunk:
     ) -> None:
         self._num_streams = config.num_streams
         self._embedding = device.row_table("token_embd.weight")
-        self._rotary = Rotary(config.rope_dim, config.rope_base, device.torch_device)
+        self._rotary = Rotary(config.rope_dim, config.rope_base, config.rope_scaling, device.torch_device)
         self._layers = []
         for layer in range(config.num_layers):
             report(f"loading layer {layer + 1} of {config.num_layers}", layer / config.num_layers)

@@ -133,7 +133,7 @@ class NativeTrunk:
         self._config = config
         self._team = team
         self._embedding = Embedding(weights, config)
-        self._rotation = RotationTable(config.rope_dim, config.rope_base)
+        self._rotation = RotationTable(config.rope_dim, config.rope_base, config.rope_scaling)
         self._layers = []
         for layer in range(config.num_layers):
             report(f"loading layer {layer + 1} of {config.num_layers}", layer / config.num_layers)

@@ -107,9 +107,9 @@ class StackPlan:
         return [saving for saving in self.savings if wanted[saving.memory]]
 
 
-def read_facts(model: GGUFModel) -> ModelFacts:
-    """Those of a model. Raises UnsupportedModelError."""
-    config = read_model_config(model)
+def read_facts(model: GGUFModel, settings: GpuWorkerConfig) -> ModelFacts:
+    """Those of a model. Raises UnsupportedModelError, ConfigError."""
+    config = read_model_config(model, settings)
     return ModelFacts(
         config,
         expert_sizes(model, config),
@@ -134,7 +134,7 @@ class Planner:
         rates: Rates,
     ) -> None:
         self._model = model
-        self._facts = read_facts(model)
+        self._facts = read_facts(model, gpu_worker)
         self._gpu, self._cpu = gpu_worker, cpu_worker
         self._device_bytes, self._memory, self._rates = device_bytes, memory, rates
         self._work_space = work_space(
@@ -145,8 +145,7 @@ class Planner:
         )
         self._asked = expert_cache_slots(gpu_worker.expert_cache)
         self._headroom = headroom_bytes(memory)
-        trained = self._facts.config.context_length
-        self._max_context = min(gpu_worker.max_context or trained, trained)
+        self._max_context = self._facts.config.longest_sequence(gpu_worker.max_context)
 
     def plan(self) -> StackPlan:
         """The plan."""

@@ -52,7 +52,7 @@ def setting(prepare: Callable[[str], Prepared], request: pytest.FixtureRequest) 
         "k_norm": torch.rand(dim, generator=generator) + 0.5,
     }
     device = TensorDevice({f"blk.{LAYER}.indexer.{name}.weight": value for name, value in weights.items()})
-    rotary = Rotary(config.rope_dim, config.rope_base, device.torch_device)
+    rotary = Rotary(config.rope_dim, config.rope_base, config.rope_scaling, device.torch_device)
     indexer = Indexer(device, LAYER, config, rotary)
     x = torch.randn(NUM_TOKENS, config.hidden, generator=generator)
 

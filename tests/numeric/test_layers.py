@@ -19,6 +19,7 @@ from gpu_worker.model.rotary import Rotary
 from gpu_worker.state.pages import PagePool
 from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import Qwen4ExpConfig
+from shared.rope_scaling import RopeScaling, ScalingType
 from tests.support.prepared import Prepared
 from tests.support.tensor_device import TensorDevice
 
@@ -73,7 +74,7 @@ def test_rotation() -> None:
     """Pairs are half the rotary width apart; what lies beyond passes through."""
     positions = torch.tensor([0, 1, 2, 63])
     x = torch.randn(4, 3, 20)
-    rotated = Rotary(12, 1e4, CPU).at(positions)(x)
+    rotated = Rotary(12, 1e4, RopeScaling(ScalingType.NONE, 64), CPU).at(positions)(x)
     for row, position in enumerate(positions.tolist()):
         for pair in range(6):
             turn = np.exp(1j * position * 1e4 ** (-2 * pair / 12))
@@ -93,7 +94,7 @@ def test_rotation_far_from_the_start(prepare: Callable[[str], Prepared]) -> None
     config = prepared.model.config
     half = config.rope_dim // 2
     x = torch.randn(3, 1, config.head_dim)
-    rotated = Rotary(config.rope_dim, config.rope_base, CPU).at(positions)(x)[:, 0]
+    rotated = Rotary(config.rope_dim, config.rope_base, config.rope_scaling, CPU).at(positions)(x)[:, 0]
     first, second = x[:, 0, :half], x[:, 0, half : 2 * half]
     expected = first * cos[0, :, :half] - second * sin[0, :, :half]
     assert (rotated[:, :half] - expected).abs().max() <= 1e-6

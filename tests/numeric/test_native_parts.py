@@ -37,6 +37,7 @@ from shared import quants
 from shared.gguf.types import tensor_type_named
 from shared.model_config import IndexerConfig, Qwen4ExpConfig
 from shared.native.team import Team
+from shared.rope_scaling import RopeScaling, ScalingType
 from tests.support.prepared import Prepared
 from tests.support.tensor_device import TensorDevice
 
@@ -271,7 +272,11 @@ def test_attention(
         "indexer.k_norm.weight": (index_dim,),
     }
     weights = random_weights({f"blk.{layer}.{name}": shape for name, shape in shapes.items()})
-    rotary, rotation = Rotary(8, config.rope_base, CPU), RotationTable(8, config.rope_base)
+    scaling = RopeScaling(ScalingType.YARN, 64, 2.0)
+    rotary, rotation = (
+        Rotary(8, config.rope_base, scaling, CPU),
+        RotationTable(8, config.rope_base, scaling),
+    )
     torch_part = Attention(TensorDevice(weights), layer, config, rotary)
     native = NativeAttention(ArrayWeights(weights), layer, config, rotation)
     want_states, got_states = (new_states(config) for _ in range(2))
@@ -316,7 +321,8 @@ def test_attention(
 
 def test_rotations_are_made_as_far_as_they_are_needed() -> None:
     """And stay what they were when the table grows."""
-    table, rotary = RotationTable(8, 1e4), Rotary(8, 1e4, CPU)
+    scaling = RopeScaling(ScalingType.YARN, 4096, 3.0)
+    table, rotary = RotationTable(8, 1e4, scaling), Rotary(8, 1e4, scaling, CPU)
     for length in (1, 2048, 2049, 9000, 5):
         table.reach(length)
         expected = rotary.at(torch.arange(length))

@@ -313,3 +313,26 @@ def test_probe_of_a_disk(tmp_path: Path) -> None:
     rate = rates.probe_disk(path, 5000)
     assert rate is None or rate > 0
     assert rates.probe_disk(path, 1 << 19) is None
+
+
+def test_contexts_beyond_the_trained_length(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What does not reach so far says what would, and with that the plan is for the longer context."""
+    machine = ("--vram", "24GiB", "--ram", "128GiB", "--kv-grow")
+    assert as_json(capsys, real, *machine, "--context", "500000")["max_context"] == 262144
+    planned(real, *machine, "--context", "500000")
+    report = capsys.readouterr().out
+    assert "context  --max-context is 500000, but the model reaches 262144 tokens (positions are" in report
+    assert "for more, add --rope-scaling yarn --rope-scale 2" in report
+    scaled = (*machine, "--context", "500000", "--rope-scaling", "yarn", "--rope-scale", "2")
+    assert as_json(capsys, real, *scaled)["max_context"] == 500000
+    planned(real, *scaled)
+    assert (
+        "context  500000 tokens at most; positions are scaled: yarn, 2 times 262144 tokens"
+        in capsys.readouterr().out
+    )
+
+
+def test_scaling_that_cannot_be(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is planned."""
+    assert planned(real, "--device", "cpu", "--rope-scale", "2") == 2
+    assert "--rope-scale is 2, but --rope-scaling is 'none'" in capsys.readouterr().err
