@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.conversations import Reuse
 from gpu_worker.experts.counts import ExpertCounts, Way
 from gpu_worker.sampler import Sampler
 from gpu_worker.state.sequence_state import SequenceState
@@ -128,7 +130,8 @@ class Clock:
 class Sequence:
     """A running or waiting request. `token_ids` are the prompt and what was generated so far.
 
-    `state` is made with the first step: it is large, and a waiting request has no use for it.
+    `state` is made when it begins: it is large, and a waiting request has no use for it. `reuse` is what it
+    goes on from then, `wanted` are positions of the prompt at which checkpoints are to be taken, rising.
     """
 
     request: GenerateRequest
@@ -136,6 +139,8 @@ class Sequence:
     clock: Clock
     token_ids: list[int] = field(default_factory=list)
     state: SequenceState | None = None
+    reuse: Reuse | None = None
+    wanted: list[int] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -156,6 +161,13 @@ class Sequence:
     def num_computed(self) -> int:
         """Tokens that are part of the model's state."""
         return self.state.position if self.state is not None else 0
+
+    def timings(self, now: float) -> RequestTimings:
+        """What is told of the request: its time until `now`, and what it did without computing."""
+        timings = self.clock.timings(now)
+        if self.reuse is None:
+            return timings
+        return msgspec.structs.replace(timings, num_reused=self.reuse.num_tokens, reuse_note=self.reuse.why)
 
     @property
     def is_prefilling(self) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from functools import partial
 
+from gpu_worker.conversations import ConversationCache
 from gpu_worker.device.choose import choose_torch_device
 from gpu_worker.engine import AbortAll, Engine
 from gpu_worker.experts.counts import ExpertFiles
@@ -15,6 +16,7 @@ from shared.arena import sweep_segments
 from shared.config import GpuWorkerConfig
 from shared.expert_blobs import BlobLayout
 from shared.link import LinkClient, LinkServer
+from shared.memory_budget import conversation_cache_bytes, read_memory
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
 from shared.process import ProcessContext, ProcessState, load_in_thread
@@ -133,6 +135,10 @@ class GpuWorker:
             scheduler,
             self._post,
             workers,
+            ConversationCache(
+                loaded.model.pages,
+                conversation_cache_bytes(read_memory(), config.conversation_cache_mib),
+            ),
             cpu=meeting_cpu() if self._torch_device.type == "cpu" else None,
         )
         peers = PeerListener(

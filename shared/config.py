@@ -113,6 +113,15 @@ class CommonConfig:
         "lend slots of experts to large chunks as work space, until the prompt is read",
         group=_PLACEMENT,
     )
+    conversation_cache_mib: int | None = setting(
+        None,
+        "memory for conversations that are kept, so that the next turn reads only what is new; 0 keeps none "
+        "(default: a sixteenth of all memory, 2048 at most)",
+        group=_MEMORY,
+        unit="MiB",
+        minimum=0,
+        maximum=1 << 24,
+    )
     # Of all processes.
     heartbeat_interval_s: float = setting(
         0.25, "time between signs of life of a worker", group=_LIFE, unit="SECONDS", minimum=0.05, maximum=10

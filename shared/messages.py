@@ -25,7 +25,7 @@ from msgspec import Meta
 from shared.arena import SegmentDescriptor
 
 # Raised with every change of a message or of a segment's meaning; peers of another number are refused.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -116,6 +116,11 @@ class GenerateRequest(Message, frozen=True):
     eos_token_ids: list[TokenId]
     sampling: Sampling
     logits_path: str = ""
+    boundaries: list[int] = []
+    """Positions of the prompt at which messages begin, if that is known: where others are likely to part from
+    it."""
+    cache_salt: str = ""
+    """What is kept of a conversation serves requests with the same salt only."""
 
 
 class AbortRequest(Message, frozen=True):
@@ -207,6 +212,10 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     expert_bytes: ExpertBytes = ExpertBytes()
     disk: list[FileReads] = []
     """Reads that steps waited for, one entry a file. What was staged before is in PromptStaged."""
+    num_reused: int = 0
+    """Tokens of the prompt that were not computed, since a conversation that begins so was kept."""
+    reuse_note: str = ""
+    """Why there were not more of them."""
     major_faults: int = 0
     """Of all workers during its steps: pages of mapped files that were waited for, one at a time."""
 

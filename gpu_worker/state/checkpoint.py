@@ -31,9 +31,11 @@ class Checkpoint:
         self.ngram_inputs = _rows_like(inputs, num_pending) if inputs is not None else None
 
     @classmethod
-    def of(cls, state: SequenceState) -> "Checkpoint":
-        """The state as it is now."""
-        made = cls(state, state.position, state.num_pending)
+    def of(cls, state: SequenceState, position: int | None = None) -> "Checkpoint":
+        """The state as it is now, or at a position that it could be rolled back to."""
+        num_dropped = 0 if position is None else state.position - position
+        assert 0 <= num_dropped <= state.num_pending
+        made = cls(state, state.position - num_dropped, state.num_pending - num_dropped)
         for layer, delta in state.delta.items():
             _copy(delta, made.delta[layer])
         for layer, attention in state.attention.items():

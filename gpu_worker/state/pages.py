@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.memory_plan import KV_GROW_STEP
-from shared.placement.sizes import context_bytes
+from shared.placement.sizes import context_bytes, state_bytes
 
 PAGE_TOKENS = 64
 """Positions of a page, roughly: a multiple of the lengths of the indexer's blocks."""
@@ -82,6 +82,8 @@ class PagePool:
         }
         self.page_bytes = context_bytes(config, self.page_tokens)
         """Memory of one page, of all layers."""
+        self.state_bytes = state_bytes(config)
+        """What a sequence keeps beside its pages."""
         self._capacity = 0
         # Lowest numbers first, so that the last pages become free.
         self._free: list[int] = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from shared.config import CpuWorkerConfig, GpuWorkerConfig, expert_cache_slots, prefill_setting
 from shared.gguf.model import GGUFModel
-from shared.memory_budget import Held, Memory, Needs, needs_of, row_cache_bytes
+from shared.memory_budget import Held, Memory, Needs, conversation_cache_bytes, needs_of, row_cache_bytes
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.placement.chunk_choice import (
     Candidate,
@@ -232,6 +232,7 @@ class Planner:
             rows,
             is_on_cuda=self._device_bytes is not None,
             slot_bytes=in_ram,
+            conversation_bytes=conversation_cache_bytes(self._memory, self._gpu.conversation_cache_mib),
         )
 
     def _shortages(

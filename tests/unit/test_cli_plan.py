@@ -80,7 +80,9 @@ def test_too_little_ram_for_anything(capsys: pytest.CaptureFixture[str]) -> None
     """What is needed before any expert counts, and what stays free; nothing is expected of it then."""
     plan = as_json(capsys, "--device", "cpu", "--ram", "512MiB")
     (shortage,) = plan["short"]
-    fixed = sum(plan["ram"][name] for name in ("dense", "context", "rows", "processes", "slots"))
+    fixed = sum(
+        plan["ram"][name] for name in ("dense", "context", "conversations", "rows", "processes", "slots")
+    )
     assert (shortage["purpose"], shortage["needed"]) == ("before any expert", fixed + (128 << 20))
     assert shortage["num_bytes"] == shortage["needed"] - (512 << 20)
     assert planned("--device", "cpu", "--ram", "512MiB") == 1
