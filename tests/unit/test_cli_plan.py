@@ -89,7 +89,7 @@ def test_too_little_ram_for_anything(capsys: pytest.CaptureFixture[str]) -> None
     report = capsys.readouterr().out
     assert "expect" not in report
     assert report.splitlines()[-1].startswith(
-        "does not fit: 1.05 GiB of RAM are needed before any expert, 512 MiB are there; short of "
+        "does not fit: 1.08 GiB of RAM are needed before any expert, 512 MiB are there; short of "
     )
     assert "disk, which" not in report
 
@@ -235,7 +235,7 @@ def test_short_of_device_memory(real: Path, capsys: pytest.CaptureFixture[str]) 
     plan = as_json(capsys, real, "--vram", "20GiB", "--ram", "80GiB", *few)
     remedy = "--prefill 16384 fits, or --prefill auto takes what does, or raise --expert-cache"
     assert [each["remedy"] for each in plan["short"]] == [remedy]
-    few = ("--vram", "12.5GiB", "--ram", "80GiB", "--expert-cache", "100")
+    few = ("--vram", "12.5GiB", "--ram", "84GiB", "--expert-cache", "100")
     (shortage,) = as_json(capsys, real, *few)["short"]
     assert shortage["remedy"] == "raise --expert-cache, or take --expert-cache 0"
     assert as_json(capsys, real, *few, "--expert-cache", "0")["starts"]
