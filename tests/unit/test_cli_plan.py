@@ -235,7 +235,7 @@ def test_short_of_device_memory(real: Path, capsys: pytest.CaptureFixture[str]) 
     plan = as_json(capsys, real, "--vram", "20GiB", "--ram", "80GiB", *few)
     remedy = "--prefill 16384 fits, or --prefill auto takes what does, or raise --expert-cache"
     assert [each["remedy"] for each in plan["short"]] == [remedy]
-    few = ("--vram", "12.5GiB", "--ram", "84GiB", "--expert-cache", "100")
+    few = ("--vram", "12.5GiB", "--ram", "84GiB", "--expert-cache", "100", "--conversation-cache-mib", "0")
     (shortage,) = as_json(capsys, real, *few)["short"]
     assert shortage["remedy"] == "raise --expert-cache, or take --expert-cache 0"
     assert as_json(capsys, real, *few, "--expert-cache", "0")["starts"]
