@@ -153,7 +153,7 @@ class GpuWorker:
         return AttachedWorkers(
             self._config,
             self._torch_device,
-            ModelFiles(ExpertFiles.of(model, self._config.num_layers), layout, home_of_table),
+            ModelFiles(ExpertFiles.of(model, self._config.num_expert_layers), layout, home_of_table),
             max_tokens,
             self._context.config.watchdog_s,
             placement=loaded.placement,

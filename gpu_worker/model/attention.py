@@ -60,7 +60,7 @@ class Attention:
         self, query: Tensor, x: Tensor, rotation: Rotation, span: Span, state: AttentionState
     ) -> Tensor:
         """One sequence's queries [tokens, heads, dim] over its cache -> [tokens, heads, dim]."""
-        first, indexer = span.state.position, self._indexer
+        first, indexer = span.position, self._indexer
         index_queries = None
         if indexer is not None and indexer.drops_blocks(first + span.num_tokens - 1):
             index_queries = indexer.queries(x, rotation)

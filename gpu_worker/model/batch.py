@@ -5,7 +5,7 @@ back in a sequence (delta net, attention, n-gram convolution) runs span by span 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,16 +14,23 @@ from gpu_worker.state.sequence_state import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens `start` to `stop` of the batch: they continue `state` at its position."""
+    """The tokens `start` to `stop` of the batch: they continue `state` at its position; in the prediction
+    block, at the one that this has come to."""
 
     start: int
     stop: int
     state: SequenceState
+    is_prediction: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Length of the span."""
         return self.stop - self.start
+
+    @property
+    def position(self) -> int:
+        """Of the first token."""
+        return self.state.predicted if self.is_prediction else self.state.position
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +45,7 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens of all spans."""
         return self.token_ids.shape[0]
+
+    def for_prediction(self) -> "Batch":
+        """The same tokens for the prediction block."""
+        return replace(self, spans=[replace(span, is_prediction=True) for span in self.spans])

@@ -439,7 +439,7 @@ class Attention:
         indexer, step = self.indexer, self._spans
         last_position = 0
         for number, span in enumerate(step.all):
-            state, position = span.state.attention[self._layer], span.state.position
+            state, position = span.state.attention[self._layer], span.position
             length = position + span.num_tokens
             last_position = max(last_position, length - 1)
             keys, values = state.keys.reserve(length), state.values.reserve(length)
@@ -460,7 +460,7 @@ class Attention:
         """What the tasks wrote into the caches counts from now on."""
         ratio = self._config.compress_ratios[self._layer]
         for span in self._spans.all:
-            state, length = span.state.attention[self._layer], span.state.position + span.num_tokens
+            state, length = span.state.attention[self._layer], span.position + span.num_tokens
             state.keys.length = state.values.length = length
             if ratio:
                 state.block_keys.length, state.open_keys.length = divmod(length, ratio)

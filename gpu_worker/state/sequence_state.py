@@ -40,16 +40,18 @@ class AttentionState:
 
 
 class SequenceState:
-    """All layers of one sequence, and its position: the number of tokens computed so far."""
+    """All layers of one sequence, and its position: the number of tokens computed so far. `predicted` is the
+    same of the prediction block, which has as many positions in its attention layer."""
 
     def __init__(self, config: Qwen4ExpConfig, device: torch.device) -> None:
         self.position = 0
+        self.predicted = 0
         self.delta: dict[int, DeltaState] = {}
         self.attention: dict[int, AttentionState] = {}
         self.ngram_conv_inputs: Tensor | None = None
         head_dim, heads = config.delta_head_dim, config.num_delta_value_heads
-        for layer in range(config.num_layers):
-            if config.is_recurrent[layer]:
+        for layer, is_recurrent in enumerate(config.is_recurrent):
+            if is_recurrent:
                 self.delta[layer] = DeltaState(
                     matrices=torch.zeros(heads, head_dim, head_dim, device=device),
                     conv_inputs=torch.zeros(config.conv_kernel - 1, config.delta_channels, device=device),
@@ -75,7 +77,8 @@ def storage_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
     for layer, is_recurrent in enumerate(config.is_recurrent):
         if not is_recurrent and num_tokens:
             key_and_value = 2 * config.num_kv_heads * config.head_dim
-            num_blocks = num_tokens // config.compress_ratios[layer]
+            ratio = config.compress_ratios[layer]
+            num_blocks = num_tokens // ratio if ratio else 0
             num_bytes += capacity_of(num_tokens) * key_and_value
             num_bytes += capacity_of(num_blocks) * config.indexer.head_dim if num_blocks else 0
     return num_bytes * _FLOAT_BYTES
