@@ -79,7 +79,7 @@ class CpuWorker:
 
     def _load(self) -> list[RingWork]:
         context, config = self._context, self._context.config
-        model_config = read_model_config(context.model)
+        model_config = read_model_config(context.model, with_prediction=config.uses_prediction)
         check_tensors(context.model, model_config)
         kernels = quants.choose_kernels(config.cpu_kernels, config.cpu_activations)
         quants.warm(

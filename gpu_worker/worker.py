@@ -36,7 +36,7 @@ class GpuWorker:
 
     def __init__(self, context: ProcessContext[GpuWorkerConfig]) -> None:
         self._context = context
-        self._config = read_model_config(context.model)
+        self._config = read_model_config(context.model, with_prediction=context.config.uses_prediction)
         check_tensors(context.model, self._config)
         self._torch_device = choose_torch_device(context.config.device)
         self._loop = asyncio.get_running_loop()

@@ -5,7 +5,7 @@ back in a sequence (delta net, attention, n-gram convolution) runs span by span 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -48,4 +48,5 @@ class Batch:
 
     def for_prediction(self) -> "Batch":
         """The same tokens for the prediction block."""
-        return replace(self, spans=[replace(span, is_prediction=True) for span in self.spans])
+        spans = [Span(span.start, span.stop, span.state, is_prediction=True) for span in self.spans]
+        return Batch(self.token_ids, self.positions, spans)

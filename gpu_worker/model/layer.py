@@ -1,4 +1,4 @@
-"""One layer in torch operations: reads from the streams, mixes tokens, writes, reads, mixes experts, writes."""
+"""One layer in torch operations: reads from the streams, mixes tokens, writes back, and so with experts."""
 
 from torch import Tensor
 

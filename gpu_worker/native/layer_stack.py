@@ -1,4 +1,5 @@
-"""Layers that are computed one after the other, from what comes before the first to the streams behind the last.
+"""Layers that are computed one after the other, from what comes before the first to the streams behind the
+last.
 
 Where the experts are behind a ring, all of that is native code, hand-over and collection included
 (`layer_loop`); whoever else computes them is called layer by layer.

@@ -1,6 +1,6 @@
-"""The prediction block as tasks (`gpu_worker.model.prediction` has the formulas): one layer behind a beginning
-of its own, in one native call where its experts are behind a ring. It has buffers of its own, so that what
-the trunk leaves stays there.
+"""The prediction block as tasks (`gpu_worker.model.prediction` has the formulas): one layer behind a
+beginning of its own, in one native call where its experts are behind a ring. It has buffers of its own, so
+that what the trunk leaves stays there.
 """
 
 import functools
@@ -104,7 +104,11 @@ class _JoinedInput:
         config = self._config
         emit_gathering(script, self._embedding, self._token_ids, self._rows, keep=self)
         script.add(
-            join_streams_task(), self._joining, per_token=config.num_streams, ns=2.0 * config.hidden, keep=self
+            join_streams_task(),
+            self._joining,
+            per_token=config.num_streams,
+            ns=2.0 * config.hidden,
+            keep=self,
         )
         script.barrier()
         products = self._projection, self._streams

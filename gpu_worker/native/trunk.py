@@ -1,5 +1,5 @@
-"""The forward pass on the CPU: every layer is a few programs of tasks (`layer`), between them the hand-over of
-experts; all layers together are a few native calls (`layer_stack`).
+"""The forward pass on the CPU: every layer is a few programs of tasks (`layer`), between them the hand-over
+of experts; all layers together are a few native calls (`layer_stack`).
 
 Formulas, and what state means, are in `gpu_worker.model`; state lives in `gpu_worker.state`, and both ways of
 computing a step leave the same there.

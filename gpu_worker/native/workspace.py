@@ -85,9 +85,7 @@ def aligned(*shape: int) -> Floats:
     return aligned_zeros(4 * int(np.prod(shape))).view(np.float32).reshape(shape)
 
 
-def multiply(
-    script: Script, plane: Plane, *products: tuple[Matrix, Floats], rows_per_token: int = 1
-) -> None:
+def multiply(script: Script, plane: Plane, *products: tuple[Matrix, Floats], rows_per_token: int = 1) -> None:
     """Appends the products of a plane that is finished before this step, each into rows of its buffer. The
     plane has so many rows for each token of a step.
 

@@ -107,9 +107,9 @@ class StackPlan:
         return [saving for saving in self.savings if wanted[saving.memory]]
 
 
-def read_facts(model: GGUFModel) -> ModelFacts:
-    """Those of a model. Raises UnsupportedModelError."""
-    config = read_model_config(model)
+def read_facts(model: GGUFModel, *, with_prediction: bool) -> ModelFacts:
+    """Those of a model, with or without its prediction block. Raises UnsupportedModelError."""
+    config = read_model_config(model, with_prediction=with_prediction)
     return ModelFacts(
         config,
         expert_sizes(model, config),
@@ -134,7 +134,7 @@ class Planner:
         rates: Rates,
     ) -> None:
         self._model = model
-        self._facts = read_facts(model)
+        self._facts = read_facts(model, with_prediction=gpu_worker.uses_prediction)
         self._gpu, self._cpu = gpu_worker, cpu_worker
         self._device_bytes, self._memory, self._rates = device_bytes, memory, rates
         self._work_space = work_space(
