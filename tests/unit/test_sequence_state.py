@@ -47,17 +47,21 @@ def test_a_long_context_takes_one_step_more_than_it_needs() -> None:
     assert capacity_of(3, first_rows=3) == 3
 
 
-def test_bytes_of_a_context(tmp_path: Path) -> None:
-    """What is planned with is what a sequence takes."""
-    config = read_model_config(GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")))
+@pytest.mark.parametrize("ratio", [4, 0])
+def test_bytes_of_a_context(ratio: int, tmp_path: Path) -> None:
+    """What is planned with is what a sequence takes, in the prediction block too."""
+    description = tiny_model(has_prediction=True)
+    description.set("attention.compress_ratios", [0, 0, 0, 4, ratio])
+    config = read_model_config(GGUFModel(description.write(tmp_path / "tiny.gguf")))
     assert storage_bytes(config, 0) == 0
     for length in (1, 300, 9000):
         state, taken = SequenceState(config, CPU), 0
         for layer, attention in state.attention.items():
             attention.keys.reserve(length)
             attention.values.reserve(length)
-            if num_blocks := length // config.compress_ratios[layer]:
-                attention.block_keys.reserve(num_blocks)
+            ratio = config.compress_ratios[layer]
+            if ratio and length >= ratio:
+                attention.block_keys.reserve(length // ratio)
             taken += sum(rows.num_bytes for rows in (attention.keys, attention.values, attention.block_keys))
         assert taken == storage_bytes(config, length)
 
@@ -65,13 +69,13 @@ def test_bytes_of_a_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_ngrams", [True, False])
 def test_new_state(has_ngrams: bool, tmp_path: Path) -> None:
     """Everything before the start counts as zero."""
-    description = tiny_model()
+    description = tiny_model(has_prediction=True)
     if not has_ngrams:
         description.drop_ngrams()
     config = read_model_config(GGUFModel(description.write(tmp_path / "tiny.gguf")))
     state = SequenceState(config, CPU)
-    assert state.position == 0
-    assert set(state.delta) | set(state.attention) == set(range(config.num_layers))
+    assert state.position == state.predicted == 0
+    assert set(state.delta) | set(state.attention) == set(range(config.num_layers + 1))
     for layer, delta in state.delta.items():
         assert config.is_recurrent[layer]
         dim = config.delta_head_dim
