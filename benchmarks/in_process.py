@@ -35,7 +35,7 @@ class LocalExperts:
     """The routed experts, computed when they are submitted."""
 
     def __init__(self, model: GGUFModel, config: Qwen4ExpConfig, team: Team) -> None:
-        self._layers = [ExpertLayer(model, layer) for layer in range(config.num_layers)]
+        self._layers = [ExpertLayer(model, layer) for layer in range(config.num_expert_layers)]
         self._team = team
         self._output = torch.empty(0)
 

@@ -36,7 +36,7 @@ def keep_experts(context: ProcessContext[CpuWorkerConfig], model_config: Qwen4Ex
     config = context.config
     # Of a predecessor that was killed: a pool is most of the memory there is.
     sweep_segments()
-    layout = BlobLayout(context.model, model_config.num_layers)
+    layout = BlobLayout(context.model, model_config.num_expert_layers)
     sizes = expert_sizes(context.model, model_config)
     held = held_by_stack(is_supervised=SUPERVISED_VARIABLE in os.environ)
     memory = read_memory().with_locked(held)

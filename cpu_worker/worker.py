@@ -79,16 +79,16 @@ class CpuWorker:
 
     def _load(self) -> list[RingWork]:
         context, config = self._context, self._context.config
-        model_config = read_model_config(context.model)
+        model_config = read_model_config(context.model, with_prediction=config.uses_prediction)
         check_tensors(context.model, model_config)
         kernels = quants.choose_kernels(config.cpu_kernels, config.cpu_activations)
         quants.warm(
-            multiplied=formats_of(context.model, model_config.num_layers),
+            multiplied=formats_of(context.model, model_config.num_expert_layers),
             on_progress=lambda done, total, name: context.report(f"compiling {name}", done / total),
         )
         keeping = keep_experts(context, model_config)
         pool = keeping.pool
-        layers = [ExpertLayer(context.model, layer, pool) for layer in range(model_config.num_layers)]
+        layers = [ExpertLayer(context.model, layer, pool) for layer in range(model_config.num_expert_layers)]
         cpus = self._cpus()
         team = Team(config.pool_workers or num_threads_on(cpus), cpus)
         _log.info(

@@ -49,6 +49,15 @@ class Sampler:
         raise AssertionError("the last are complete")
 
 
+def likeliest_tokens(logits: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+    """Of logits [n, vocabulary] the likeliest token of each row, and its probability [n]; NaN where a row is
+    not finite."""
+    token_ids = logits.argmax(-1)
+    largest = np.take_along_axis(logits, token_ids[:, None], -1)
+    probabilities: NDArray[np.float32] = 1 / np.exp(logits - largest).sum(-1)
+    return token_ids, probabilities
+
+
 def kept_tokens(
     logits: NDArray[np.float32], sampling: Sampling
 ) -> tuple[NDArray[np.intp], NDArray[np.float64]]:

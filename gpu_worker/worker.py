@@ -39,7 +39,8 @@ class GpuWorker:
 
     def __init__(self, context: ProcessContext[GpuWorkerConfig]) -> None:
         self._context = context
-        self._config = read_model_config(context.model, context.config)
+        config = context.config
+        self._config = read_model_config(context.model, config, with_prediction=config.uses_prediction)
         check_tensors(context.model, self._config)
         if shortfall := self._config.rope_scaling.shortfall(context.config.max_context):
             _log.warning("%s", shortfall)
@@ -163,7 +164,7 @@ class GpuWorker:
         return AttachedWorkers(
             self._config,
             self._torch_device,
-            ModelFiles(ExpertFiles.of(model, self._config.num_layers), layout, home_of_table),
+            ModelFiles(ExpertFiles.of(model, self._config.num_expert_layers), layout, home_of_table),
             max_tokens,
             self._context.config.watchdog_s,
             placement=loaded.placement,

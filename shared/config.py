@@ -20,6 +20,7 @@ _NETWORK = "network"
 _CAPACITY = "capacity"
 _SCALING = "contexts beyond the trained length"
 _SAMPLING = "sampling defaults, for requests that do not say"
+_SPECULATION = "speculation"
 _COMPUTE = "devices and threads"
 _LIFE = "processes and time limits"
 
@@ -122,6 +123,16 @@ class CommonConfig:
         minimum=0,
         maximum=1 << 24,
     )
+    # Who keeps experts has to know too whether the prediction block is used.
+    spec: int = setting(
+        4,
+        "tokens drafted at most, by the prediction block where the model has one, and verified in one step, "
+        "so that answers stay what they are; 0 drafts none, the block is then neither loaded nor kept in RAM",
+        group=_SPECULATION,
+        unit="TOKENS",
+        minimum=0,
+        maximum=16,
+    )
     # Of all processes.
     heartbeat_interval_s: float = setting(
         0.25, "time between signs of life of a worker", group=_LIFE, unit="SECONDS", minimum=0.05, maximum=10
@@ -139,6 +150,11 @@ class CommonConfig:
     drain_timeout_s: float = setting(
         30.0, "time that running requests get to finish after SIGTERM", group=_LIFE, unit="SECONDS", minimum=0
     )
+
+    @property
+    def uses_prediction(self) -> bool:
+        """Whether a prediction block is used, where the model has one."""
+        return self.spec > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +377,19 @@ class GpuWorkerConfig(CapacityConfig):
         unit="TURNS",
         minimum=0.01,
         maximum=1 << 24,
+    )
+    spec_min_p: float = setting(
+        0.5,
+        "a token that the prediction block drafts with less probability ends the draft; 0 always drafts as "
+        "many as --spec says",
+        group=_SPECULATION,
+        minimum=0,
+        maximum=1,
+    )
+    suffix_draft: bool = setting(
+        True,
+        "draft also what has followed before in prompt and answer, where the latest tokens repeat there",
+        group=_SPECULATION,
     )
     watchdog_s: float = setting(
         60.0, "a step that waits this long for another process fails", group=_LIFE, unit="SECONDS", minimum=1

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
-from shared.placement.sizes import context_bytes, dense_file_bytes
+from shared.placement.sizes import context_bytes, dense_file_bytes, prediction_expert_bytes
 
 _FLOOR_PART = 16
 _SMALLEST_FLOOR = 128 << 20
@@ -132,6 +132,8 @@ class Needs:
     lent: int = 0
     """What RAM keeps of slots that are lent to prompts. Not in the total: where all experts are resident they
     are there already."""
+    prediction: int = 0
+    """The experts of the prediction block. Not in the total: they are kept as other experts are."""
 
     @property
     def total(self) -> int:
@@ -164,6 +166,7 @@ def needs_of(
         slots=max(0, slot_bytes - max(0, held.private - _PROCESSES_BYTES)),
         lent=lent_bytes,
         conversations=conversation_bytes,
+        prediction=prediction_expert_bytes(model, config),
     )
 
 

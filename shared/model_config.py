@@ -6,7 +6,7 @@ the file, the key and the value.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -87,6 +87,8 @@ class Qwen4ExpConfig:
     rope_base: float
     rope_scaling: RopeScaling
     indexer: IndexerConfig
+    # Of each layer, and of the prediction block behind them, which is an attention layer: both this and
+    # `is_recurrent` have `num_expert_layers` entries.
     compress_ratios: tuple[int, ...]
     # Delta-net layers.
     is_recurrent: tuple[bool, ...]
@@ -99,6 +101,12 @@ class Qwen4ExpConfig:
     num_experts_used: int
     expert_weights_scale: float
     ngram: NgramConfig | None
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts: those of the trunk, then the prediction block, whose number is
+        `num_layers`."""
+        return self.num_layers + self.num_prediction_layers
 
     @property
     def stream_width(self) -> int:
@@ -119,12 +127,25 @@ class Qwen4ExpConfig:
         """The longest sequence where `--max-context` is this; 0 asks for all there is."""
         return min(max_context or self.context_length, self.context_length)
 
+    def without_prediction(self) -> "Qwen4ExpConfig":
+        """The same model as if it had no prediction block."""
+        return replace(
+            self,
+            num_prediction_layers=0,
+            compress_ratios=self.compress_ratios[: self.num_layers],
+            is_recurrent=self.is_recurrent[: self.num_layers],
+        )
 
-def read_model_config(model: GGUFModel, settings: GpuWorkerConfig | None = None) -> Qwen4ExpConfig:
+
+def read_model_config(
+    model: GGUFModel, settings: GpuWorkerConfig | None = None, *, with_prediction: bool = True
+) -> Qwen4ExpConfig:
     """Reads and checks the metadata. With `settings`, they say how positions are scaled; who does without
-    must not need to know, nor how long a context may be. Raises UnsupportedModelError naming file, key and
-    value; ConfigError for settings of the scaling that do not go together."""
-    return _Reader(model).config(settings)
+    must not need to know, nor how long a context may be. Without prediction the model is taken as one that
+    has no prediction block. Raises UnsupportedModelError naming file, key and value; ConfigError for settings
+    of the scaling that do not go together."""
+    config = _Reader(model).config(settings)
+    return config if with_prediction else config.without_prediction()
 
 
 class _Reader:
@@ -142,8 +163,9 @@ class _Reader:
         num_blocks = self.integer("block_count", smallest=1 + num_prediction_layers)
         num_layers = num_blocks - num_prediction_layers
         # First, since the length of an array in the file shows that the number of blocks is no nonsense.
-        compress_ratios = self.integers("attention.compress_ratios", length=num_blocks)[:num_layers]
-        is_recurrent = self._recurrent_layers(num_blocks)[:num_layers]
+        compress_ratios = self.integers("attention.compress_ratios", length=num_blocks)
+        # The prediction block attends, whatever the interval says of its number.
+        is_recurrent = (*self._recurrent_layers(num_blocks)[:num_layers], *num_prediction_layers * (False,))
         head_dim = self.integer("attention.key_length")
         if self.integer("attention.value_length", default=head_dim) != head_dim:
             raise self._refused(

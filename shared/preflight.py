@@ -52,7 +52,7 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
     with GGUFModel(gateway.model) as model:
-        config = read_model_config(model, gpu_worker)
+        config = read_model_config(model, gpu_worker, with_prediction=gpu_worker.uses_prediction)
         check_tensors(model, config)
         if cpu_worker.experts == ExpertMode.RESIDENT:
             check_lock(model, config)
@@ -83,7 +83,7 @@ def _ring_tokens(config: GpuWorkerConfig) -> RingTokens:
 
 def check_lock(model: GGUFModel, config: Qwen4ExpConfig) -> None:
     """Raises ResourceError where all experts of a model are to be locked in RAM, and this user may not."""
-    num_bytes = sum(model.info(name).num_bytes for name in expert_tensors(config.num_layers))
+    num_bytes = sum(model.info(name).num_bytes for name in expert_tensors(config.num_expert_layers))
     if not may_lock(num_bytes):
         raise resident_refusal(num_bytes, not_permitted())
 

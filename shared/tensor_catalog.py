@@ -66,8 +66,9 @@ def block_of(name: str) -> int:
 
 
 def expected_tensors(config: Qwen4ExpConfig, model: GGUFModel) -> Iterator[ExpectedTensor]:
-    """All tensors of the trunk. Shapes that metadata does not fix (expert widths, table rows) come from the
-    tensors themselves and are checked against each other."""
+    """All tensors of the trunk, and of the prediction block where the model has one. Shapes that metadata
+    does not fix (expert widths, table rows) come from the tensors themselves and are checked against each
+    other."""
     hidden, width = config.hidden, config.stream_width
     yield ExpectedTensor("token_embd.weight", (config.vocab_size, hidden), TensorClass.EMBEDDING)
     yield ExpectedTensor("output.weight", (config.vocab_size, hidden), TensorClass.HEAD, is_optional=True)
@@ -87,12 +88,14 @@ def expected_tensors(config: Qwen4ExpConfig, model: GGUFModel) -> Iterator[Expec
         yield ExpectedTensor(f"{ple}conv1d.weight", (width, config.ngram.conv_kernel), TensorClass.NGRAM)
         for norm in ("key", "query", "conv"):
             yield ExpectedTensor(f"{ple}norm_{norm}.weight", (width,), TensorClass.NORM)
-    for layer in range(config.num_layers):
+    for layer in range(config.num_expert_layers):
         prefix = block_prefix(layer)
         yield from _mixer(f"{prefix}hc_attn_", config)
         yield from _mixer(f"{prefix}hc_ffn_", config)
         yield from (_delta_net if config.is_recurrent[layer] else _attention)(prefix, config)
         yield from _mixture(prefix, config, model)
+        if layer >= config.num_layers:
+            yield from _prediction(f"{prefix}nextn.", config)
 
 
 def check_tensors(model: GGUFModel, config: Qwen4ExpConfig) -> None:
@@ -125,7 +128,7 @@ def check_tensors(model: GGUFModel, config: Qwen4ExpConfig) -> None:
 
 
 def classify(name: str, config: Qwen4ExpConfig) -> TensorClass:
-    """The class of any tensor name, also of those the trunk does not use."""
+    """The class of any tensor name, also of those that nobody uses. All of the prediction block is one."""
     parts = name.split(".")
     if parts[0] == "blk" and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) >= config.num_layers:
         return TensorClass.PREDICTION
@@ -182,6 +185,15 @@ def _attention(prefix: str, config: Qwen4ExpConfig) -> Iterator[ExpectedTensor]:
     yield ExpectedTensor(f"{prefix}indexer.k_proj.weight", (indexer.head_dim, hidden), TensorClass.INDEXER)
     yield ExpectedTensor(f"{prefix}indexer.q_norm.weight", (indexer.head_dim,), TensorClass.NORM)
     yield ExpectedTensor(f"{prefix}indexer.k_norm.weight", (indexer.head_dim,), TensorClass.NORM)
+
+
+def _prediction(prefix: str, config: Qwen4ExpConfig) -> Iterator[ExpectedTensor]:
+    """What only the prediction block has. An embedding or a head of its own would not be used."""
+    hidden = config.hidden
+    yield ExpectedTensor(f"{prefix}enorm.weight", (hidden,), TensorClass.NORM)
+    yield ExpectedTensor(f"{prefix}hnorm.weight", (config.stream_width,), TensorClass.NORM)
+    yield ExpectedTensor(f"{prefix}eh_proj.weight", (hidden, 2 * hidden), TensorClass.PREDICTION)
+    yield from _mixer(f"{prefix}hc_head_", config, has_inject=False)
 
 
 def _delta_net(prefix: str, config: Qwen4ExpConfig) -> Iterator[ExpectedTensor]:

@@ -131,8 +131,11 @@ class Stager:
 
     def _load(self, post: Callable[[Message], None]) -> list[RingWork]:
         """What is done for the gpu_worker."""
-        model_config = read_model_config(self._context.model)
+        model_config = read_model_config(
+            self._context.model, with_prediction=self._context.config.uses_prediction
+        )
         check_tensors(self._context.model, model_config)
+        # Only the trunk's experts are ever on the device.
         staging = self._load_staging(BlobLayout(self._context.model, model_config.num_layers))
         if model_config.ngram is None:
             return [staging]
@@ -165,7 +168,8 @@ class Stager:
     def _load_blobs(self, post: Callable[[Message], None]) -> list[RingWork]:
         """What is done for the cpu_worker: experts are read when it asks, or all of them before it begins."""
         context = self._context
-        num_layers = read_model_config(context.model).num_layers
+        config = read_model_config(context.model, with_prediction=context.config.uses_prediction)
+        num_layers = config.num_expert_layers
         layout = BlobLayout(context.model, num_layers)
         service = BlobService(layout, ReadQueue(context.config.io_depth, self._faults), self._sources)
         residency = RamResidency(context.model, num_layers, context.report)

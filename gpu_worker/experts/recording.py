@@ -48,8 +48,9 @@ class Recording:
         self._way.begin_step(stops, num_prefill_tokens)
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
-        """Keeps the routes, and hands them on."""
-        self._routes.append(expert_ids.cpu().numpy().astype(np.int32))
+        """Keeps the routes, and hands them on. Those of the prediction block are in no trace."""
+        if layer < self._writer.num_layers:
+            self._routes.append(expert_ids.cpu().numpy().astype(np.int32))
         return self._way.submit(layer, x, expert_ids, weights)
 
     def collect(self, ticket: int) -> Tensor:

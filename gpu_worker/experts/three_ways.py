@@ -59,7 +59,7 @@ class ThreeWays:
         self._ticket = 0
         # Of the layer at hand.
         self._layer = 0
-        self._plan: LayerPlan
+        self._plan: LayerPlan | None
         self._cpu_ticket: int | None = None
         self._out: Tensor
         # Of a streamed step: layers asked for so far, and how many blobs of each have not been taken.
@@ -147,10 +147,14 @@ class ThreeWays:
     # Layers.
 
     def submit(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> int:
-        """As `RoutedExperts.submit`: begins all three ways of a layer."""
+        """As `RoutedExperts.submit`: begins all three ways of a layer. Those of the prediction block, which
+        comes behind the layers that slots are for, are the CPU's."""
         self._cache.pump()
         if self._streams:
             self._transfers.pump()
+        if layer >= self._cache.table.num_layers:
+            self._plan, self._cpu_ticket = None, self._cpu.submit(layer, x, expert_ids, weights)
+            return layer
         host_ids, host_weights, *host_x = self._on_host(x, expert_ids, weights)
         ids: NDArray[np.int32] = host_ids.numpy()
         plan = self._plan = self._planner.plan(
@@ -174,6 +178,9 @@ class ThreeWays:
         """As `RoutedExperts.collect`. Raises as `CpuExperts.collect`, and what a transfer has failed with;
         DiskError where no sequence of the step can go on."""
         plan = self._plan
+        if plan is None:
+            assert self._cpu_ticket is not None, "what has no plan was handed over"
+            return self._cpu.collect(self._cpu_ticket)
         if self._streams:
             self._take_stream(plan)
         elif plan.num_transfer_groups:

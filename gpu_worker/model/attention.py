@@ -48,7 +48,7 @@ class Attention:
         for span in batch.spans:
             rows = slice(span.start, span.stop)
             store = span.state.attention[self._layer].store
-            first = span.state.position
+            first = span.position
             places = span.state.rows(first + span.num_tokens)[first:]
             store.keys[places] = key[rows]
             store.values[places] = value[rows]
@@ -60,7 +60,7 @@ class Attention:
 
     def _attend(self, query: Tensor, x: Tensor, rotation: Rotation, span: Span, store: LayerStore) -> Tensor:
         """One sequence's queries [tokens, heads, dim] over its cache -> [tokens, heads, dim]."""
-        first, indexer = span.state.position, self._indexer
+        first, indexer = span.position, self._indexer
         index_queries = None
         if indexer is not None and indexer.drops_blocks(first + span.num_tokens - 1):
             index_queries = indexer.queries(x, rotation)
@@ -69,14 +69,14 @@ class Attention:
         rows = span.state.rows(first + 1)
         if indexer is not None and index_queries is not None:
             # Only those, so that the cost does not grow with the context.
-            rows = rows[indexer.seen_positions(index_queries, span.state)]
+            rows = rows[indexer.seen_positions(index_queries, span)]
         return one_query_attention(query, store.keys[rows], store.values[rows])
 
     def _many(self, query: Tensor, index_queries: Tensor | None, span: Span, store: LayerStore) -> Tensor:
         """The queries of a span, each over its own positions by a mask: all up to its own, or where there are
         `index_queries` those that the indexer keeps."""
         outputs = []
-        first = span.state.position
+        first = span.position
         rows = span.state.rows(first + span.num_tokens)
         keys, values = store.keys[rows], store.values[rows]
         step = max(1, _MAX_SCORES // (self._config.num_query_heads * len(rows)))

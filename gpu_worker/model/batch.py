@@ -15,7 +15,8 @@ from gpu_worker.state.sequence_state import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens `start` to `stop` of the batch: they continue `state` at its position."""
+    """The tokens `start` to `stop` of the batch: they continue `state` at its position; in the prediction
+    block, at the one that this has come to."""
 
     start: int
     stop: int
@@ -23,6 +24,7 @@ class Span:
     snapshots: Sequence[Checkpoint] = ()
     """To be filled in on the way, by rising position: each is that of a token of the span, but for the first,
     and has one token pending, the one before. A span of a window has none."""
+    is_prediction: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -30,9 +32,14 @@ class Span:
         return self.stop - self.start
 
     @property
+    def position(self) -> int:
+        """Of the first token."""
+        return self.state.predicted if self.is_prediction else self.state.position
+
+    @property
     def cuts(self) -> list[int]:
         """Numbers of the tokens before which the snapshots are taken."""
-        return [snapshot.position - self.state.position for snapshot in self.snapshots]
+        return [snapshot.position - self.position for snapshot in self.snapshots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +54,8 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens of all spans."""
         return self.token_ids.shape[0]
+
+    def for_prediction(self) -> "Batch":
+        """The same tokens for the prediction block."""
+        spans = [Span(span.start, span.stop, span.state, is_prediction=True) for span in self.spans]
+        return Batch(self.token_ids, self.positions, spans)

@@ -35,12 +35,11 @@ class BlockChoice:
         """The keys of the first blocks: [blocks, indexer dim]."""
         return state.attention[self._layer].store.block_keys[state.block_rows(num_blocks, self.ratio)]
 
-    def seen_positions(self, queries: Tensor, state: SequenceState) -> Tensor:
-        """The positions that one query [1, heads, indexer dim], the next of a sequence, sees: int64,
-        rising."""
-        position = state.position
+    def seen_positions(self, queries: Tensor, span: Span) -> Tensor:
+        """The positions that the query [1, heads, indexer dim] of a span of one token sees: int64, rising."""
+        position = span.position
         num_blocks = (position + 1) // self.ratio
-        blocks = self._best_blocks(queries, self._block_keys(num_blocks, state)).flatten().sort().values
+        blocks = self._best_blocks(queries, self._block_keys(num_blocks, span.state)).flatten().sort().values
         members = blocks[:, None] * self.ratio + torch.arange(self.ratio, device=blocks.device)
         tail = torch.arange(num_blocks * self.ratio, position + 1, device=blocks.device)
         return torch.cat([members.flatten(), tail])
@@ -104,7 +103,7 @@ class Indexer(BlockChoice):
         """Takes the raw keys of the tokens of a span; finishes the pooled key of every block they
         complete."""
         state = span.state
-        attention, first = state.attention[self._layer], state.position
+        attention, first = state.attention[self._layer], span.position
         ring = attention.raw_keys
         num_blocks = first // self.ratio
         is_open = torch.arange(num_blocks * self.ratio, first, device=ring.device) % len(ring)

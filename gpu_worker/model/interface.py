@@ -35,7 +35,12 @@ class ProgressReport(Protocol):
 
 
 class Trunk(Protocol):
-    """All layers of the model, with the embedding before and the head after them."""
+    """All layers of the model, with the embedding before and the head after them; and the prediction block,
+    which shares both, where the model has one."""
+
+    @property
+    def has_prediction(self) -> bool:
+        """Whether there is a prediction block."""
 
     def forward(self, batch: Batch, experts: RoutedExperts, ngram: NgramFeatures | None) -> Tensor:
         """Computes the batch: streams [tokens, streams, hidden], valid until the next step. Advances the
@@ -43,3 +48,15 @@ class Trunk(Protocol):
 
     def logits(self, streams: Tensor) -> Tensor:
         """streams [n, streams, hidden] -> [n, vocabulary], in memory of their own."""
+
+    def predict(self, batch: Batch, streams: Tensor, experts: RoutedExperts) -> Tensor:
+        """Computes the prediction block for positions p, one of each token of the batch, whose spans are
+        those of prediction (`Batch.for_prediction`): `batch.token_ids` are the tokens at p + 1,
+        `batch.positions` are p, and streams [tokens, streams, hidden] those at p, of the trunk or of the
+        block itself. The block's streams [tokens, streams, hidden], valid until the next prediction; those of
+        the trunk stay as they are. Advances the block's attention layer in the state of its sequences, but
+        not how far that says it has come."""
+
+    def prediction_logits(self, streams: Tensor) -> Tensor:
+        """The block's streams [n, streams, hidden] at positions p -> the logits of the tokens at p + 2
+        [n, vocabulary], in memory of their own."""

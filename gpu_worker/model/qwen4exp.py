@@ -40,3 +40,30 @@ class Qwen4Exp:
     def logits(self, streams: Tensor) -> Tensor:
         """streams [n, streams, hidden] -> [n, vocabulary], in memory of their own."""
         return self._trunk.logits(streams)
+
+    @property
+    def has_prediction(self) -> bool:
+        """Whether there is a prediction block."""
+        return self._trunk.has_prediction
+
+    def predict(self, batch: Batch, streams: Tensor, experts: RoutedExperts) -> Tensor:
+        """Computes the prediction block for the positions p that come next in its sequences, and advances
+        `state.predicted` of these: `batch.token_ids` are the tokens at p + 1, `batch.positions` are p, and
+        streams [tokens, streams, hidden] those at p, of `forward` or, to predict further, of `predict`. The
+        block's streams [tokens, streams, hidden], valid until the next prediction.
+
+        Its experts are computed by the cpu_worker, whatever `experts` does for other layers; what is counted
+        of them is booked on the rows of this batch.
+        """
+        batch = batch.for_prediction()
+        for span in batch.spans:
+            span.state.reserve(span.position + span.num_tokens)
+        predicted = self._trunk.predict(batch, streams, experts)
+        for span in batch.spans:
+            span.state.predicted += span.num_tokens
+        return predicted
+
+    def prediction_logits(self, streams: Tensor) -> Tensor:
+        """The block's streams [n, streams, hidden] at positions p -> the logits of the tokens at p + 2
+        [n, vocabulary], in memory of their own."""
+        return self._trunk.prediction_logits(streams)

@@ -504,7 +504,7 @@ class Attention:
         last_position = 0
         self._snapshots.begin()
         for number, span in enumerate(step.all):
-            state, position = span.state, span.state.position
+            state, position = span.state, span.position
             attention = state.attention[self._layer]
             store, ring = attention.store, attention.raw_keys
             last_position = max(last_position, position + span.num_tokens - 1)

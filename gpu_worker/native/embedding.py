@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from gpu_worker.native.script import Script
 from gpu_worker.native.weights import Weights
-from gpu_worker.native.workspace import Workspace
+from gpu_worker.native.workspace import Floats, Matrix, Workspace
 from shared.model_config import Qwen4ExpConfig
 from shared.native.memory import floats_at
 from shared.native.records import fields, reader, record
@@ -40,6 +40,17 @@ def spread_task() -> int:
     return compile_task(_spread_rows, "spread_rows")
 
 
+def emit_gathering(
+    script: Script, matrix: Matrix, token_ids: NDArray[np.int64], rows: Floats, *, keep: object
+) -> None:
+    """Appends the rows of a matrix [vocabulary, width] that belong to `token_ids` [tokens], decoded into
+    `rows` [tokens, width]. An id that has no row becomes NaN."""
+    params = gathered_record(matrix.format, matrix.rows)
+    params["numbers"], params["out"] = address_of(token_ids), address_of(rows)
+    script.add(gather_task(matrix.format), params, per_token=1, ns=0.3 * rows.shape[1], keep=keep)
+    script.barrier()
+
+
 class Embedding:
     """The embedding of all tokens of a step."""
 
@@ -57,11 +68,8 @@ class Embedding:
 
     def emit(self, script: Script) -> None:
         """Appends all of it, from ids to streams."""
-        config, matrix = self._config, self._matrix
-        params = gathered_record(matrix.format, matrix.rows)
-        params["numbers"], params["out"] = address_of(self.token_ids), address_of(self._rows)
-        script.add(gather_task(matrix.format), params, per_token=1, ns=0.3 * config.hidden, keep=self)
-        script.barrier()
+        config = self._config
+        emit_gathering(script, self._matrix, self.token_ids, self._rows, keep=self)
         spread = record(
             SPREAD,
             rows=self._rows,

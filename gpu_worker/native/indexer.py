@@ -248,7 +248,7 @@ class Indexer:
         """Writes the blocks that each token keeps into `chosen`, where it has to choose."""
         ratio = self.choice.ratio
         for span in self._spans.all:
-            token, position = span.start, span.state.position
+            token, position = span.start, span.position
             while token < span.stop:
                 num_blocks = (position + 1) // ratio
                 # All tokens up to the one that completes the next block see as many.

@@ -53,6 +53,7 @@ LAYER = fields(
 STEP = fields(
     "team",
     "layers",  # LAYER [num_layers + 1]
+    "first_layer",  # number of the first of these in the model
     # What is handed over.
     "activations",  # f32 [tokens, hidden]
     "expert_ids",  # i32 [tokens, used]
@@ -217,8 +218,8 @@ def _collect_features(step_address: int, features: int) -> bool:
 
 def _run_layers(step_address: int, start: int, stop: int) -> int:
     step = _step_at(step_address)
-    for number in range(start, stop):
-        layer = _layer_at(step.layers + number * _LAYER_BYTES)
+    for row in range(start, stop):
+        layer, number = _layer_at(step.layers + row * _LAYER_BYTES), step.first_layer + row
         if layer.features != 0 and not _collect_features(step_address, layer.features):
             return _NGRAM_FAILED
         if layer.first_pending != 0:
@@ -252,12 +253,22 @@ def _run_layers_kernel() -> Callable[[int, int, int], int]:
 class LayerLoop:
     """The table of layers, and the call."""
 
-    def __init__(self, team: Team, x: Floats, expert_ids: NDArray[np.int32], expert_weights: Floats) -> None:
-        """What each layer leaves for its experts: [capacity, hidden], and [capacity, used] twice."""
+    def __init__(
+        self,
+        team: Team,
+        x: Floats,
+        expert_ids: NDArray[np.int32],
+        expert_weights: Floats,
+        first_layer: int = 0,
+    ) -> None:
+        """What each layer leaves for its experts: [capacity, hidden], and [capacity, used] twice. The first
+        layer of the table has that number in the model."""
         self._kept = x, expert_ids, expert_weights
+        self._first_layer = first_layer
         self._step = record(
             STEP,
             team=team.address,
+            first_layer=first_layer,
             activations=x,
             expert_ids=expert_ids,
             expert_weights=expert_weights,
@@ -277,7 +288,8 @@ class LayerLoop:
         self._step["layers"] = address_of(self._layers)
 
     def set_programs(self, number: int, program: Program, shared: Program | None) -> None:
-        """What a layer runs from now on, both as they are now; without `shared` there are no experts."""
+        """What the layer in that row runs from now on, both as they are now; without `shared` there are no
+        experts."""
         row = self._layers[number]
         program.ready()
         for name, value in zip(_PROGRAM, _described(program), strict=True):
@@ -325,7 +337,7 @@ class LayerLoop:
                 return
             # Sequences that lack none go on, if there are any.
             experts.counts.check()
-            start = words[_LAYER] + 1
+            start = words[_LAYER] + 1 - self._first_layer
 
 
 def _described(program: Program) -> tuple[int, int, int, int]:

@@ -70,7 +70,7 @@ class StepSpans:
         context = 1
         for number, span in enumerate(spans):
             self.of_tokens[span.start : span.stop] = number
-            context = max(context, span.state.position + span.num_tokens)
+            context = max(context, span.position + span.num_tokens)
         # Rounded up to a power of two: a new size has to be worked out by every program.
         part_length = 1 << (-(-context // self.parts_per_token) - 1).bit_length()
         return Sizes(num_tokens, len(spans), num_tokens * self.parts_per_token, part_length)

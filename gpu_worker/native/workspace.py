@@ -85,14 +85,15 @@ def aligned(*shape: int) -> Floats:
     return aligned_zeros(4 * int(np.prod(shape))).view(np.float32).reshape(shape)
 
 
-def multiply(script: Script, plane: Plane, *products: tuple[Matrix, Floats]) -> None:
-    """Appends the products of a plane that is finished before this step, each into rows of its buffer.
+def multiply(script: Script, plane: Plane, *products: tuple[Matrix, Floats], rows_per_token: int = 1) -> None:
+    """Appends the products of a plane that is finished before this step, each into rows of its buffer. The
+    plane has so many rows for each token of a step.
 
     Where a format's kernel reads the plane's codes, they are made in a step before.
     """
-    _quantise(script, plane, [matrix for matrix, _ in products])
+    _quantise(script, plane, [matrix for matrix, _ in products], rows_per_token)
     for matrix, out in products:
-        _multiply(script, plane, matrix, address_of(out), keep=out)
+        _multiply(script, plane, matrix, address_of(out), keep=out, rows_per_token=rows_per_token)
 
 
 def multiply_into(script: Script, plane: Plane, matrix: Matrix) -> Record:
@@ -101,14 +102,16 @@ def multiply_into(script: Script, plane: Plane, matrix: Matrix) -> Record:
     return _multiply(script, plane, matrix, 0, keep=None)
 
 
-def _quantise(script: Script, plane: Plane, matrices: list[Matrix]) -> None:
+def _quantise(script: Script, plane: Plane, matrices: list[Matrix], rows_per_token: int = 1) -> None:
     if any(uses_codes(matrix.format) for matrix in matrices):
-        num_groups = plane.width // GROUP
+        num_groups = plane.width // GROUP * rows_per_token
         script.add(quantise_task(), plane.record, per_token=num_groups, ns=ROUNDING_NS, keep=plane)
         script.barrier()
 
 
-def _multiply(script: Script, plane: Plane, matrix: Matrix, out: int, keep: object) -> Record:
+def _multiply(
+    script: Script, plane: Plane, matrix: Matrix, out: int, keep: object, rows_per_token: int = 1
+) -> Record:
     num_rows, row_bytes = matrix.rows.shape
     params = record(
         MATRIX, weights=matrix.rows, row_bytes=row_bytes, plane=plane.record, out=out, out_stride=num_rows
@@ -119,7 +122,7 @@ def _multiply(script: Script, plane: Plane, matrix: Matrix, out: int, keep: obje
         fixed=num_rows,
         # What takes longer: decoding the row, or waiting for its bytes where all threads read at once.
         ns=max(row_cost_ns(plane.width, 1, 0), BYTE_NS * row_bytes),
-        ns_per_token=row_cost_ns(plane.width, 0, 1),
+        ns_per_token=row_cost_ns(plane.width, 0, 1) * rows_per_token,
         keep=(matrix, plane, keep),
     )
     return params

@@ -59,7 +59,8 @@ class AttentionState:
 
 
 class SequenceState:
-    """All layers of one sequence, and its position: the number of tokens computed so far."""
+    """All layers of one sequence, and its position: the number of tokens computed so far. `predicted` is the
+    same of the prediction block, which has as many positions in its attention layer."""
 
     def __init__(self, config: Qwen4ExpConfig, pool: PagePool) -> None:
         device = pool.torch_device
@@ -69,11 +70,12 @@ class SequenceState:
         self.pages: list[Page] = []
         self.page_numbers: NDArray[np.int64] = np.zeros(0, np.int64)
         self._rows = torch.empty(0, dtype=torch.int64, device=device)
+        self.predicted = 0
         self.delta: dict[int, DeltaState] = {}
         self.attention: dict[int, AttentionState] = {}
         head_dim, heads = config.delta_head_dim, config.num_delta_value_heads
-        for layer in range(config.num_layers):
-            if config.is_recurrent[layer]:
+        for layer, is_recurrent in enumerate(config.is_recurrent):
+            if is_recurrent:
                 rows = WINDOW_TOKENS + config.conv_kernel - 1
                 self.delta[layer] = DeltaState(
                     matrices=torch.zeros(heads, head_dim, head_dim, device=device),

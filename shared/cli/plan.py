@@ -102,7 +102,7 @@ def run(parsed: argparse.Namespace) -> int:
     device_bytes = _device_bytes(parsed.vram, gpu_worker)
     memory = read_memory() if parsed.ram is None else Memory(parsed.ram, parsed.ram)
     with GGUFModel(gpu_worker.model) as model:
-        config = read_model_config(model, gpu_worker)
+        config = read_model_config(model, gpu_worker, with_prediction=gpu_worker.uses_prediction)
         check_tensors(model, config)
         rates, origins = _rates(parsed, model, config, gpu_worker, cpu_worker, device_bytes)
         plan = Planner(model, gpu_worker, cpu_worker, device_bytes, memory, rates).plan()

@@ -113,6 +113,8 @@ def _ram(plan: StackPlan, gpu_worker: GpuWorkerConfig, *, is_ram_given: bool) ->
         cache = f"cache; the table of {size_text(plan.facts.table)} stays on the disk"
         yield _line("n-gram rows", needs.rows, "the whole table" if needs.rows == plan.facts.table else cache)
     yield _line("processes", needs.processes)
+    if needs.prediction:
+        yield _line("prediction block", needs.prediction, "its experts, computed in RAM in any case")
     yield _line("headroom", plan.headroom, "stays free")
     yield _line("for experts", plan.for_experts, f"{size_text(complement)} wanted: {what}")
 

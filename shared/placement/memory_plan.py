@@ -193,8 +193,10 @@ def headroom_bytes(memory: Memory) -> int:
 
 
 def expert_ram_bytes(memory: Memory, needs: Needs, ram_budget_gib: float = 0.0) -> int:
-    """RAM that experts can have: what neither the stack needs otherwise nor is headroom; or `--ram-budget`,
-    where that is not 0, as far as the floor allows."""
+    """RAM that the trunk's experts can have: what neither the stack needs otherwise nor is headroom; or
+    `--ram-budget`, where that is not 0, as far as the floor allows. Either way less those of the prediction
+    block, which are always computed in RAM."""
+    room = memory.available - headroom_bytes(memory) - needs.total
     if ram_budget_gib:
-        return min(max(0, memory.available - memory.floor), int(ram_budget_gib * _GIB))
-    return max(0, memory.available - headroom_bytes(memory) - needs.total)
+        room = min(memory.available - memory.floor, int(ram_budget_gib * _GIB))
+    return max(0, room - needs.prediction)

@@ -96,6 +96,7 @@ def ram_shortages(
 ) -> Iterator[Shortage]:
     """Of RAM, as the stack counts it when it starts: what has to stay free is needed too."""
     sizes, fixed = placement.sizes, memory.floor + needs.total
+    all_experts = sizes.num_bytes + needs.prediction
     if fixed - needs.slots > memory.available:
         yield Shortage(
             RAM, "before any expert", fixed - needs.slots, memory.available, _ways(settings, needs)
@@ -107,10 +108,10 @@ def ram_shortages(
     elif settings.experts == "resident":
         # A budget takes the place of what is left of RAM.
         there = int(settings.ram_budget * _GIB) or memory.available - fixed
-        if sizes.num_bytes > there:
+        if all_experts > there:
             remedy = "take --experts auto, which keeps those in use"
-            yield Shortage(RAM, "for --experts resident", sizes.num_bytes, there, remedy)
-    budget = min(int(settings.ram_budget * _GIB), sizes.num_bytes)
+            yield Shortage(RAM, "for --experts resident", all_experts, there, remedy)
+    budget = min(int(settings.ram_budget * _GIB), all_experts)
     if settings.experts != "mapped" and budget and memory.floor + budget > memory.available:
         most = max(0, memory.available - memory.floor) / _GIB
         remedy = f"lower it to {int(most * 100) / 100:.2f}, or leave it out"

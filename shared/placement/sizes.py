@@ -5,7 +5,7 @@ from functools import cached_property
 
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
-from shared.tensor_catalog import ExpectedTensor, TensorClass, block_of, classify, expected_tensors
+from shared.tensor_catalog import ExpectedTensor, TensorClass, block_of, expected_tensors
 from shared.window import WINDOW_TOKENS
 
 FLOAT_BYTES = 4
@@ -18,8 +18,8 @@ SLOT_ALIGNMENT = 256
 _MATRIX_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _DECODED_BYTES = 2
 _EXPERTS = (TensorClass.EXPERTS_GATE_UP, TensorClass.EXPERTS_DOWN)
-# Read by rows, or not at all.
-_NOT_DENSE = {*_EXPERTS, TensorClass.NGRAM_TABLE, TensorClass.EMBEDDING, TensorClass.PREDICTION}
+# Computed, or read, by other processes.
+_NOT_DENSE = (*_EXPERTS, TensorClass.NGRAM_TABLE)
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,24 @@ class ExpertSizes:
 
 
 def expert_sizes(model: GGUFModel, config: Qwen4ExpConfig) -> ExpertSizes:
-    """Those of a model. A slot has gate, up and down side by side, each from a multiple of 64 bytes on, and
-    is a multiple of 256."""
+    """Those of a model's trunk: the prediction block's get no slots. A slot has gate, up and down side by
+    side, each from a multiple of 64 bytes on, and is a multiple of 256."""
     layers = [0] * config.num_layers
     for tensor in expected_tensors(config, model):
-        if tensor.tensor_class in _EXPERTS:
+        if tensor.tensor_class in _EXPERTS and block_of(tensor.name) < config.num_layers:
             of_one = model.info(tensor.name).num_bytes // config.num_experts
             layers[block_of(tensor.name)] += rounded_up(of_one, PART_ALIGNMENT)
     slots = tuple(rounded_up(num_bytes, SLOT_ALIGNMENT) for num_bytes in layers)
     return ExpertSizes(slots, config.num_experts, config.num_experts_used)
+
+
+def prediction_expert_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
+    """The experts of the prediction block, as the file has them; 0 without one."""
+    return sum(
+        model.info(tensor.name).num_bytes
+        for tensor in expected_tensors(config, model)
+        if tensor.tensor_class in _EXPERTS and block_of(tensor.name) >= config.num_layers
+    )
 
 
 def context_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
@@ -106,12 +115,13 @@ def ring_rows(ratio: int) -> int:
 
 
 def dense_file_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
-    """Weights that every token needs, as the file has them; the embedding only where it is the output matrix
-    too."""
-    dense = sum(model.info(name).num_bytes for name in model if classify(name, config) not in _NOT_DENSE)
-    if "output.weight" not in model:
-        dense += model.info("token_embd.weight").num_bytes
-    return dense
+    """Weights that every token needs, as the file has them; the embedding, which is read by rows, only where
+    it is the output matrix too."""
+    return sum(
+        model.info(tensor.name).num_bytes
+        for tensor in _dense_tensors(model, config)
+        if _is_multiplied(model, tensor)
+    )
 
 
 def dense_device_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
@@ -138,8 +148,8 @@ def widest_matrix_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
 
 
 def active_weights(model: GGUFModel, config: Qwen4ExpConfig) -> int:
-    """Weights that one token of a prompt is multiplied with. The output matrix is left out: only the last
-    token needs it."""
+    """Weights that one token of a prompt is multiplied with, by the prediction block too. The output
+    matrix is left out: only the last token needs it."""
     dense = sum(
         _num_weights(model, tensor)
         for tensor in _dense_tensors(model, config)
@@ -167,7 +177,7 @@ def _dense_tensors(model: GGUFModel, config: Qwen4ExpConfig) -> list[ExpectedTen
     return [
         tensor
         for tensor in expected_tensors(config, model)
-        if tensor.tensor_class not in (*_EXPERTS, TensorClass.NGRAM_TABLE) and tensor.name in model
+        if tensor.tensor_class not in _NOT_DENSE and tensor.name in model
     ]
 
 

@@ -109,7 +109,7 @@ class StackPlan:
 
 def read_facts(model: GGUFModel, settings: GpuWorkerConfig) -> ModelFacts:
     """Those of a model. Raises UnsupportedModelError, ConfigError."""
-    config = read_model_config(model, settings)
+    config = read_model_config(model, settings, with_prediction=settings.uses_prediction)
     return ModelFacts(
         config,
         expert_sizes(model, config),

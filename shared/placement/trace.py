@@ -103,6 +103,11 @@ class TraceWriter:
         self._write(_STEP.pack(num_tokens, num_prefill_tokens) + packed)
 
     @property
+    def num_layers(self) -> int:
+        """Whose routes a step has."""
+        return self._header.num_layers
+
+    @property
     def is_closed(self) -> bool:
         """Whether nothing can be appended any more."""
         return self._file.closed

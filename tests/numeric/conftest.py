@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def prepare(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Prepared]":
     """Makes the model of a case or of a profile of types by its name."""
     from benchmarks.in_process import InProcessModel
-    from tests.support.model_cases import CASES
+    from tests.support.model_cases import CASES, PREDICTION_CASES
     from tests.support.prepared import Prepared
     from tests.support.reference_model import make_reference
     from tests.support.type_profiles import PROFILES
 
     @cache
     def made(name: str) -> Prepared:
-        case = CASES.get(name) or PROFILES[name]
+        case = (CASES | PREDICTION_CASES | PROFILES)[name]
         reference = make_reference(tmp_path_factory.mktemp(name), case.shape, case.layout)
         return Prepared(reference, InProcessModel(reference.path))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.model.batch import Span
 from gpu_worker.model.indexer import Indexer
 from gpu_worker.model.rotary import Rotary
 from gpu_worker.state.pages import PagePool
@@ -93,7 +94,8 @@ def setting(prepare: Callable[[str], Prepared], request: pytest.FixtureRequest) 
 
 def append(setting: Setting, start: int, stop: int, state: SequenceState) -> None:
     state.reserve(state.position + stop - start)
-    setting.indexer.append_keys(setting.indexer.project_keys(setting.x[start:stop]), state)
+    raw_keys = setting.indexer.project_keys(setting.x[start:stop])
+    setting.indexer.append_keys(raw_keys, Span(0, stop - start, state))
     state.advance(stop - start)
 
 
@@ -150,7 +152,8 @@ def test_positions_for_one_query(setting: Setting) -> None:
         state.roll_back(position)
         append(setting, position, position + 1, state)
         state.roll_back(position)
-        seen = setting.indexer.seen_positions(setting.queries[position : position + 1], state)
+        query = setting.queries[position : position + 1]
+        seen = setting.indexer.seen_positions(query, Span(0, 1, state))
         state.advance(1)
         assert torch.equal(seen, whole[position].nonzero().flatten())
 

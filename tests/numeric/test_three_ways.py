@@ -14,11 +14,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from gpu_worker.experts.interface import ExpertsWay
 from gpu_worker.experts.placement import ExpertPlacement
+from gpu_worker.model.batch import Batch
+from gpu_worker.model.interface import NgramFeatures
 from shared.config import GpuWorkerConfig
+from shared.gguf.model import GGUFModel
 from shared.messages import RequestFinished, RequestTimings
+from shared.model_config import read_model_config
+from shared.placement.profile import model_identity
 from shared.placement.swaps import Swap
 from shared.placement.table import NO_SLOT, ResidencyTable, SlotState
+from shared.placement.trace import TraceHeader, TraceReader, TraceWriter
 from tests.support.running_engine import TIMEOUT_S, RunningEngine, running_engine
 from tests.support.tiny_model import NUM_EXPERTS, NUM_LAYERS, tiny_model
 
@@ -261,3 +268,52 @@ def test_context_takes_slots(path: Path, expected: Run) -> None:
         wait_until_loaded(running)
     check(run, expected)
     assert run.timings[0].routes.ram + run.timings[0].routes.transferred > 0
+
+
+@dataclass(slots=True)
+class Predictions:
+    """What the prediction block of a running engine's model makes of each step, beside what it answers."""
+
+    running: RunningEngine
+    streams: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        forward = self.running.model.forward
+
+        def then_predict(batch: Batch, experts: ExpertsWay, ngram: NgramFeatures | None) -> torch.Tensor:
+            streams = forward(batch, experts, ngram)
+            # Of the steps' own tokens instead of those behind them, which are not known here.
+            self.streams.append(self.running.model.predict(batch, streams, experts).numpy().copy())
+            return streams
+
+        self.running.model.forward = then_predict  # type: ignore[method-assign, assignment]
+
+
+def test_prediction_block(tmp_path: Path, device: torch.device | None) -> None:
+    """The CPU computes its experts in every step, streamed ones too, whatever slots the others have; and it
+    is in no trace."""
+    path = tiny_model(has_prediction=True).write(tmp_path / "predicting.gguf")
+    with running_engine(path, prefill=32) as running:
+        plain = Predictions(running)
+        expected = answers(running)
+    trace = tmp_path / "routes.trace"
+    with GGUFModel(path) as file:
+        identity = model_identity(file, read_model_config(file))
+    with (
+        TraceWriter(trace, TraceHeader.of(identity, NUM_USED)) as recorder,
+        running_engine(
+            path,
+            prefill=32,
+            torch_device=device,
+            settings=settings(9, prefill_stream_min=20, pcie_frac=0.5),
+            recorder=recorder,
+        ) as running,
+    ):
+        predictions = Predictions(running)
+        check(answers(running), expected)
+        assert running.placement is not None
+        assert running.placement.cache.table.num_layers == NUM_LAYERS
+    for ours, theirs in zip(predictions.streams, plain.streams, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+    with TraceReader(trace) as reader:
+        assert {step.expert_ids.shape[0] for step in reader} == {NUM_LAYERS}

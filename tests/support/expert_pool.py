@@ -65,13 +65,13 @@ def pooled(
 ) -> Iterator[Pooled]:
     """A pool of that size, with a stager behind it unless it is not `attached`."""
     config = read_model_config(file)
-    layout, reader = BlobLayout(file, config.num_layers), Reader(depth, faults)
+    layout, reader = BlobLayout(file, config.num_expert_layers), Reader(depth, faults)
     pool = ExpertPool(layout, config.num_experts, places_per_layer)
-    shape = blob_ring(config.num_layers, places_per_layer, layout.pool_bytes(places_per_layer))
+    shape = blob_ring(config.num_expert_layers, places_per_layer, layout.pool_bytes(places_per_layer))
     sources = BlobSources(ExpertMode.POOL)
     service = BlobService(layout, reader, sources)
     ring = RingClient(shape, f"test-pool-{next(_numbers)}", secrets.token_hex(8), spin_s=0)
-    layers = [ExpertLayer(file, layer, pool) for layer in range(config.num_layers)]
+    layers = [ExpertLayer(file, layer, pool) for layer in range(config.num_expert_layers)]
 
     def work(slot: Arrays) -> None:
         service(slot)

@@ -54,7 +54,7 @@ def served(
 def cpu_way(client: RingClient, file: GGUFModel, timeout_s: float) -> CpuExperts:
     """The way to a cpu_worker through its ring, with counts for the tokens that fit into it."""
     _, (max_tokens, _) = client.shape.arrays["activations"]
-    num_layers = read_model_config(file).num_layers
+    num_layers = read_model_config(file).num_expert_layers
     return CpuExperts(client, CPU, timeout_s, ExpertCounts(ExpertFiles.of(file, num_layers), max_tokens))
 
 
@@ -62,7 +62,7 @@ def cpu_way(client: RingClient, file: GGUFModel, timeout_s: float) -> CpuExperts
 def served_experts(file: GGUFModel, max_tokens: int, *, natively: bool) -> Iterator[CpuExperts]:
     """The way to a cpu_worker that computes all layers of a model."""
     config = read_model_config(file)
-    layers, team = [ExpertLayer(file, layer) for layer in range(config.num_layers)], Team(1)
+    layers, team = [ExpertLayer(file, layer) for layer in range(config.num_expert_layers)], Team(1)
     with open_ring(expert_ring(config, max_tokens)) as client:
         native = NativeExperts(layers, team) if natively else None
         with served(client, ExpertService(layers, team), native):

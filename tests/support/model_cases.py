@@ -88,3 +88,17 @@ CASES = {
     # Some files keep the convolutions in F16 and other small tensors in BF16.
     "bfloat16": Case(Shape(), FileLayout({"conv1d": "F16", "": "BF16"})),
 }
+PREDICTION_CASES = {
+    # The block drops positions as the trunk's attention does, from its 36th on.
+    "prediction": Case(Shape(), FileLayout(has_prediction=True)),
+    # The block sees everything, while the trunk drops blocks; an interval that would have it a delta net.
+    "dense-prediction": Case(
+        Shape(hc_count=2, num_hidden_layers=3, full_attention_interval=3, num_key_value_heads=1),
+        FileLayout(has_prediction=True, has_dense_prediction=True),
+    ),
+    # No output matrix, one stream, and no n-grams.
+    "tied-prediction": Case(
+        Shape(hc_count=1, has_ngram=False, num_experts_per_tok=1),
+        FileLayout(has_prediction=True, has_head=False),
+    ),
+}

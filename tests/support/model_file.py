@@ -31,6 +31,15 @@ NGRAM_TABLE = "per_layer_token_embd.weight"
 
 # Where the minimum of a block lies, and what it must be for a scale of 1 so that values average to zero.
 _MINIMA = {"Q4_1": (2, -7.5), "Q5_1": (2, -15.5), "Q2_K": (82, 1.5), "Q4_K": (2, 7.5), "Q5_K": (2, 15.5)}
+# How much larger than 1 / sqrt(fan in) matrices of the prediction block are, by part of their names.
+_PREDICTION_GAINS = (
+    ("_inject", 2.0),
+    ("hc_", 3.0),
+    ("ffn_gate_inp.", 2.0),
+    ("indexer.", 1.5),
+    ("attn_q", 1.5),
+    ("attn_k", 1.5),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,9 @@ class FileLayout:
     is_split: bool = False
     """Two files, the n-gram table in the second."""
     has_prediction: bool = False
-    """With a prediction block of random weights, which is not part of the reference."""
+    """With a prediction block of random weights, of which transformers knows nothing."""
+    has_dense_prediction: bool = False
+    """The prediction block sees everything: its compress ratio is 0."""
     has_head: bool = True
     """Without one the embedding serves as the output matrix, and the model is changed to do the same."""
     has_norm_matrices: bool = False
@@ -90,7 +101,7 @@ def write_model(
         decoded_pieces["lm_head.weight"] = decoded_pieces["model.embed_tokens.weight"]
     if layout.has_prediction:
         for name, extents in _prediction_tensors(shape, extents_of).items():
-            add(name, rng.normal(0, extents[-1] ** -0.5, extents).astype(np.float32))
+            add(name, _random_prediction(name, extents, rng))
     _load(model, join_fused(decoded_pieces))
     if layout.is_split:
         return writer.write_split(path, lambda name: name == NGRAM_TABLE)
@@ -170,6 +181,14 @@ def _prediction_tensors(shape: Shape, trunk: Mapping[str, tuple[int, ...]]) -> d
     }
 
 
+def _random_prediction(name: str, extents: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Drawn as the trunk's are (`tests.support.reference_model`), so that every part shows in the logits."""
+    if "norm" in name:
+        return rng.normal(1, 0.2, extents).astype(np.float32)
+    gain = next((gain for part, gain in _PREDICTION_GAINS if part in name), 1.0)
+    return rng.normal(0, gain * extents[-1] ** -0.5, extents).astype(np.float32)
+
+
 @lru_cache
 def _tokenizer() -> Tokenizer:
     tokens = [*byte_spelling().values(), *(left + right for left, right in MERGES)]
@@ -209,6 +228,8 @@ class _EditedWriter(GGUFWriter):
             return
         if key.endswith(".compress_ratios") and self._shape.is_dense:
             values = [0] * len(values)
+        if key.endswith(".compress_ratios") and self._layout.has_dense_prediction:
+            values = [*values[:-1], 0]
         super().add_array(key, element_type, values)
 
     @property

@@ -126,7 +126,7 @@ class RunningEngine:
         self.workers = AttachedWorkers(
             config,
             self.device.torch_device,
-            ModelFiles(ExpertFiles.of(file, config.num_layers), self.layout, path.name),
+            ModelFiles(ExpertFiles.of(file, config.num_expert_layers), self.layout, path.name),
             max_tokens,
             watchdog_s,
             placement=self.placement,
@@ -151,7 +151,7 @@ class RunningEngine:
         if places_per_layer:
             self.pooled = self._pool_files.enter_context(pooled(file, places_per_layer))
         pool = self.pooled.pool if self.pooled is not None else None
-        layers = [ExpertLayer(file, layer, pool) for layer in range(config.num_layers)]
+        layers = [ExpertLayer(file, layer, pool) for layer in range(config.num_expert_layers)]
         service = ExpertService(layers, self._team, pool)
         native = NativeExperts(layers, self._team, pool) if natively else None
 

@@ -120,8 +120,9 @@ def hole(num_bytes: int) -> TensorData:
     return skip
 
 
-def tiny_model(seed: int = 0) -> TinyModel:
-    """A fresh description, to be changed and written."""
+def tiny_model(seed: int = 0, *, has_prediction: bool = False) -> TinyModel:
+    """A fresh description, to be changed and written; with a prediction block behind the layers, or
+    without."""
     vocabulary = _vocabulary()
     vocab_size = len(vocabulary["tokenizer.ggml.tokens"])  # type: ignore[arg-type]
     model = TinyModel(seed=seed)
@@ -134,6 +135,12 @@ def tiny_model(seed: int = 0) -> TinyModel:
     model.metadata["tokenizer.chat_template"] = (_STRING, CHAT_TEMPLATE)
     for name, shape in _tensors(vocab_size):
         model.tensors[name] = TinyTensor(shape)
+    if has_prediction:
+        model.set("block_count", NUM_LAYERS + 1)
+        model.set("attention.compress_ratios", [0, 0, 0, 4, 4])
+        model.metadata["qwen4exp.nextn_predict_layers"] = (_UINT, 1)
+        for name, shape in _prediction():
+            model.tensors[f"blk.{NUM_LAYERS}.{name}"] = TinyTensor(shape)
     return model
 
 
@@ -203,6 +210,17 @@ def _tensors(vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         tensors = _attention() if layer == ATTENTION_LAYER else _delta_net()
         for name, shape in (*_mixers(width), *tensors, *_mixture()):
             yield f"blk.{layer}.{name}", shape
+
+
+def _prediction() -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = STREAMS * HIDDEN
+    yield from (*_mixers(width), *_attention(), *_mixture())
+    yield "nextn.enorm.weight", (HIDDEN,)
+    yield "nextn.hnorm.weight", (width,)
+    yield "nextn.eh_proj.weight", (HIDDEN, 2 * HIDDEN)
+    yield "nextn.hc_head_norm.weight", (width,)
+    yield "nextn.hc_head_down.weight", (16, width)
+    yield "nextn.hc_head_up.weight", (width, 16)
 
 
 def _mixers(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -58,7 +58,7 @@ def test_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.startswith("model    strata-demo: 4 layers of 64 experts, ")
     assert "device   none (--device cpu): no slots for experts" in report
     assert re.search(r"RAM +8\.00 GiB in all", report)
-    assert "8192 tokens; at most 136 MiB, for 4 requests of 32768" in report
+    assert "8192 tokens; at most 272 MiB, for 4 requests of 32768" in report
     assert "frees" not in report
     assert "expect   about " in report
     assert re.search(
@@ -71,9 +71,24 @@ def test_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned("--ram", "8GiB", "--max-context", "1024", "--parallel", "1") == 0
     report = capsys.readouterr().out
     assert "device   none (no --vram given" in report
-    assert "8192 tokens; at most 1.1 MiB, for 1024 tokens" in report
+    assert "8192 tokens; at most 2.1 MiB, for 1024 tokens" in report
     assert planned("--device", "cpu") == 0
     assert re.search(r"RAM +\d+\.\d\d GiB available", capsys.readouterr().out)
+
+
+def test_prediction_block(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its experts are in RAM, its keys and values and dense weights count, unless nothing is drafted."""
+    machine = ("--device", "cpu", "--ram", "8GiB")
+    with_block, without = as_json(capsys, *machine), as_json(capsys, *machine, "--spec", "0")
+    assert with_block["ram"]["prediction"] == with_block["experts"]["bytes"] // 4
+    assert without["ram"]["prediction"] == 0
+    for name in ("dense", "context"):
+        assert with_block["ram"][name] > without["ram"][name]
+    assert with_block["ram"]["for_experts"] + with_block["ram"]["prediction"] < without["ram"]["for_experts"]
+    assert planned(*machine) == 0
+    assert re.search(r"prediction block +3\.\d MiB  its experts", capsys.readouterr().out)
+    assert planned(*machine, "--spec", "0") == 0
+    assert "prediction" not in capsys.readouterr().out
 
 
 def test_too_little_ram_for_anything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +104,7 @@ def test_too_little_ram_for_anything(capsys: pytest.CaptureFixture[str]) -> None
     report = capsys.readouterr().out
     assert "expect" not in report
     assert report.splitlines()[-1].startswith(
-        "does not fit: 1.08 GiB of RAM are needed before any expert, 512 MiB are there; short of "
+        "does not fit: 1.09 GiB of RAM are needed before any expert, 512 MiB are there; short of "
     )
     assert "disk, which" not in report
 
@@ -235,7 +250,7 @@ def test_short_of_device_memory(real: Path, capsys: pytest.CaptureFixture[str]) 
     plan = as_json(capsys, real, "--vram", "20GiB", "--ram", "80GiB", *few)
     remedy = "--prefill 16384 fits, or --prefill auto takes what does, or raise --expert-cache"
     assert [each["remedy"] for each in plan["short"]] == [remedy]
-    few = ("--vram", "12.5GiB", "--ram", "84GiB", "--expert-cache", "100", "--conversation-cache-mib", "0")
+    few = ("--vram", "12.6GiB", "--ram", "84GiB", "--expert-cache", "100", "--conversation-cache-mib", "0")
     (shortage,) = as_json(capsys, real, *few)["short"]
     assert shortage["remedy"] == "raise --expert-cache, or take --expert-cache 0"
     assert as_json(capsys, real, *few, "--expert-cache", "0")["starts"]

@@ -29,6 +29,7 @@ from shared.placement.sizes import (
     dense_device_bytes,
     dense_file_bytes,
     expert_sizes,
+    prediction_expert_bytes,
     state_bytes,
     widest_matrix_bytes,
 )
@@ -122,9 +123,27 @@ def test_slots_hold_blobs(tmp_path: Path) -> None:
     assert file_bytes <= sizes.num_bytes < file_bytes + 32 * 512
 
 
+def test_experts_of_the_prediction_block(tmp_path: Path) -> None:
+    """They get no slots; RAM has them, unless the block is not used."""
+    with GGUFModel(tiny_model(has_prediction=True).write(tmp_path / "tiny.gguf")) as model:
+        config = read_model_config(model)
+        assert expert_sizes(model, config).num_layers == NUM_LAYERS
+        assert prediction_expert_bytes(model, config) == 3 * NUM_EXPERTS * 64 * 32 * 4
+        trunk = config.without_prediction()
+        assert expert_sizes(model, trunk) == expert_sizes(model, config)
+        assert prediction_expert_bytes(model, trunk) == 0
+        assert dense_file_bytes(model, trunk) < dense_file_bytes(model, config)
+        with_block, without = (Needs(0, 0, 0, 0, prediction=size) for size in (GIB, 0))
+    memory = Memory(total=32 * GIB, available=30 * GIB)
+    for budget_gib in (0.0, 8.0):
+        assert expert_ram_bytes(memory, without, budget_gib) - GIB == expert_ram_bytes(
+            memory, with_block, budget_gib
+        )
+
+
 def test_states_are_as_large_as_sequences_make_them(tmp_path: Path) -> None:
     """What the plan counts is what a sequence holds after so many tokens, on any device."""
-    with GGUFModel(tiny_model().write(tmp_path / "tiny.gguf")) as model:
+    with GGUFModel(tiny_model(has_prediction=True).write(tmp_path / "tiny.gguf")) as model:
         config = read_model_config(model)
     pool = PagePool(config, torch.device("cpu"))
     state = SequenceState(config, pool)
@@ -144,7 +163,7 @@ def test_states_are_as_large_as_sequences_make_them(tmp_path: Path) -> None:
 
 def test_dense_weights_are_as_large_as_the_device_makes_them(tmp_path: Path) -> None:
     """Quantised matrices as float16, the rest as they are, whatever is loaded for the layers and the head."""
-    source = tiny_model()
+    source = tiny_model(has_prediction=True)
     source.tensors["output.weight"].type_name = "Q8_0"
     source.tensors["output.weight"].data = bytes(source.tensors["output.weight"].shape[0] * 2 * 34)
     loaded: dict[int, int] = {}

@@ -96,15 +96,21 @@ def test_listed_recurrent_layers_win(kind: ValueType, tmp_path: Path) -> None:
     assert read(model, tmp_path).is_recurrent == (False, True, True, True)
 
 
-def test_prediction_block_is_left_out(tmp_path: Path) -> None:
-    """A file with the prediction block counts it among its blocks; the trunk is one shorter."""
+@pytest.mark.parametrize("ratio", [0, 4])
+def test_prediction_block(tmp_path: Path, ratio: int) -> None:
+    """A file with the prediction block counts it among its blocks; the trunk is one shorter. The block
+    attends, though the interval would have it a delta net."""
     model = tiny_model()
     model.set("block_count", 5)
     model.metadata["qwen4exp.nextn_predict_layers"] = (ValueType.UINT32, 1)
-    model.set("attention.compress_ratios", [0, 0, 0, 4, 0])
+    model.set("attention.compress_ratios", [0, 0, 0, 4, ratio])
     config = read(model, tmp_path)
-    assert (config.num_layers, config.num_prediction_layers) == (4, 1)
-    assert (len(config.is_recurrent), config.compress_ratios) == (4, (0, 0, 0, 4))
+    assert (config.num_layers, config.num_prediction_layers, config.num_expert_layers) == (4, 1, 5)
+    assert config.is_recurrent == (True, True, True, False, False)
+    assert config.compress_ratios == (0, 0, 0, 4, ratio)
+    trunk = config.without_prediction()
+    assert (trunk.num_prediction_layers, trunk.num_expert_layers) == (0, 4)
+    assert (trunk.is_recurrent, trunk.compress_ratios) == ((True, True, True, False), (0, 0, 0, 4))
 
 
 def test_without_ngrams(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpu_worker.sampler import Sampler, kept_tokens
+from gpu_worker.sampler import Sampler, kept_tokens, likeliest_tokens
 from shared.errors import ModelOutputError
 from shared.messages import Sampling
 
@@ -167,3 +167,16 @@ def test_logits_that_are_not_finite(bad: float, temperature: float) -> None:
     logits[[3, 4]] = bad
     with pytest.raises(ModelOutputError, match="2 logits that are not finite"):
         Sampler(sampling(temperature=temperature)).choose(logits)
+
+
+def test_likeliest_tokens() -> None:
+    """Of each row the token and its probability; NaN where there is none."""
+    logits = np.random.default_rng(4).normal(0, 3, (5, 1000)).astype(np.float32)
+    logits[3] += 1e4
+    logits[4, 7] = np.nan
+    token_ids, probabilities = likeliest_tokens(logits)
+    for row in range(4):
+        shares = np.exp(logits[row].astype(np.float64) - logits[row].max())
+        assert token_ids[row] == shares.argmax()
+        assert probabilities[row] == pytest.approx(shares.max() / shares.sum(), rel=1e-5)
+    assert np.isnan(probabilities[4])

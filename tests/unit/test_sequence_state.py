@@ -18,13 +18,13 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("has_ngrams", [True, False])
 def test_new_state(has_ngrams: bool, tmp_path: Path) -> None:
     """Everything before the start counts as zero."""
-    description = tiny_model()
+    description = tiny_model(has_prediction=True)
     if not has_ngrams:
         description.drop_ngrams()
     config = read_model_config(GGUFModel(description.write(tmp_path / "tiny.gguf")))
     state = SequenceState(config, PagePool(config, CPU))
-    assert state.position == state.num_pending == 0
-    assert set(state.delta) | set(state.attention) == set(range(config.num_layers))
+    assert state.position == state.num_pending == state.predicted == 0
+    assert set(state.delta) | set(state.attention) == set(range(config.num_layers + 1))
     for layer, delta in state.delta.items():
         assert config.is_recurrent[layer]
         dim = config.delta_head_dim

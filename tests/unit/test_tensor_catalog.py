@@ -12,7 +12,7 @@ from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.quants import SUPPORTED
 from shared.quants.matrix import MAX_WIDTH
 from shared.tensor_catalog import COMPUTABLE_TYPES, TensorClass, check_tensors, classify, expected_tensors
-from tests.support.tiny_model import TinyModel, tiny_model
+from tests.support.tiny_model import TinyModel, TinyTensor, tiny_model
 
 
 def check(model: TinyModel, folder: Path) -> None:
@@ -27,10 +27,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Qwen4ExpConfig:
         return read_model_config(opened)
 
 
-def test_the_list_is_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_prediction", [False, True])
+def test_the_list_is_the_file(has_prediction: bool, tmp_path: Path) -> None:
     """Neither a tensor that nobody checks, nor one that no file has: the tiny file is written from the
     description of the format, the list is what the code expects."""
-    model = tiny_model()
+    model = tiny_model(has_prediction=has_prediction)
     with GGUFModel(model.write(tmp_path / "tiny.gguf")) as opened:
         expected = {
             tensor.name: tensor.shape for tensor in expected_tensors(read_model_config(opened), opened)
@@ -45,9 +46,10 @@ def test_the_list_is_the_file(tmp_path: Path) -> None:
 def test_missing_tensors(tmp_path: Path) -> None:
     """A tensor that is not there is named before anything is loaded; only the head may be missing, since the
     embedding stands in for it."""
-    names = [name for name in tiny_model().tensors if not name.startswith(("blk.0.", "blk.2.", "token_embd"))]
+    not_needed = "blk.0.", "blk.2.", "token_embd"
+    names = [name for name in tiny_model(has_prediction=True).tensors if not name.startswith(not_needed)]
     for name in names:
-        model = tiny_model()
+        model = tiny_model(has_prediction=True)
         del model.tensors[name]
         if name == "output.weight":
             check(model, tmp_path)
@@ -106,6 +108,19 @@ def test_types_without_kernels(tmp_path: Path) -> None:
         match=r"tiny\.gguf: tensor blk\.3\.ffn_up_exps\.weight has type I8, which .* it can with F32, .*Q8_0",
     ):
         check(model, tmp_path)
+
+
+def test_prediction_block_that_is_not_used(tmp_path: Path) -> None:
+    """It is not looked at; nor are an embedding and a head of its own in one that is."""
+    model = tiny_model(has_prediction=True)
+    for name in ("embed_tokens", "shared_head_head"):
+        model.tensors[f"blk.4.nextn.{name}.weight"] = TinyTensor((1, 64))
+    check(model, tmp_path)
+    del model.tensors["blk.4.attn_q.weight"]
+    with GGUFModel(model.write(tmp_path / "tiny.gguf")) as opened:
+        config = read_model_config(opened, with_prediction=False)
+        check_tensors(opened, config)
+        assert not [tensor for tensor in expected_tensors(config, opened) if "blk.4." in tensor.name]
 
 
 def test_types_with_kernels() -> None:
