@@ -99,7 +99,7 @@ def test_draws_from_a_large_vocabulary(spread: float) -> None:
     sampler, random = Sampler(sampling(seed=9)), np.random.Generator(np.random.PCG64(9))
     for _ in range(40):
         place = np.searchsorted(probabilities.cumsum(), random.random() * probabilities.sum(), side="right")
-        assert sampler.choose(logits) == token_ids[place]
+        assert sampler.choose(logits).token_id == token_ids[place]
 
 
 def test_limits_one_by_one() -> None:
@@ -122,22 +122,22 @@ def test_equal_logits_are_kept_in_the_order_of_their_ids() -> None:
 def test_greedy() -> None:
     """Whatever else is set; the first of equals."""
     logits = np.array([1, 3, 3, 2], np.float32)
-    assert Sampler(sampling(temperature=0, top_k=1, top_p=0.1, min_p=1.0)).choose(logits) == 1
+    assert Sampler(sampling(temperature=0, top_k=1, top_p=0.1, min_p=1.0)).choose(logits).token_id == 1
 
 
 def test_small_temperature_is_nearly_greedy() -> None:
     """And overflows nothing."""
     logits = random_logits(1000) * 1000
-    assert Sampler(sampling(temperature=1e-4)).choose(logits) == logits.argmax()
+    assert Sampler(sampling(temperature=1e-4)).choose(logits).token_id == logits.argmax()
 
 
 def test_same_seed_same_tokens() -> None:
     """The generator is the request's own and goes on from token to token."""
     rows = [random_logits(300, seed) for seed in range(30)]
     first, second, other = (Sampler(sampling(seed=seed)) for seed in (7, 7, 8))
-    drawn = [first.choose(row) for row in rows]
-    assert drawn == [second.choose(row) for row in rows]
-    assert drawn != [other.choose(row) for row in rows]
+    drawn = [first.choose(row).token_id for row in rows]
+    assert drawn == [second.choose(row).token_id for row in rows]
+    assert drawn != [other.choose(row).token_id for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_draws_follow_the_probabilities(chosen: Sampling) -> None:
     logits, num_draws = random_logits(30), 20_000
     expected = probabilities_by_definition(logits, chosen)
     sampler = Sampler(chosen)
-    counts = np.bincount([sampler.choose(logits) for _ in range(num_draws)], minlength=len(logits))
+    counts = np.bincount([sampler.choose(logits).token_id for _ in range(num_draws)], minlength=len(logits))
     assert set(np.flatnonzero(counts)) <= expected.keys()
     wanted = np.array([expected.get(token, 0.0) for token in range(len(logits))]) * num_draws
     is_common = wanted >= 5
