@@ -30,8 +30,8 @@ class LogitEdits:
         self, sampling: Sampling, prompt_token_ids: Sequence[int], end_token_ids: Iterable[int]
     ) -> None:
         """`end_token_ids` are those that may not be chosen before `sampling.min_tokens` others were."""
-        self._bias_ids = np.array(list(sampling.logit_bias), np.int64)
-        self._bias = np.array(list(sampling.logit_bias.values()), np.float64)
+        self._bias_ids = np.array([token_id for token_id, _ in sampling.logit_bias], np.int64)
+        self._bias = np.array([bias for _, bias in sampling.logit_bias], np.float64)
         self._penalties = _Penalties(sampling, prompt_token_ids) if _has_penalties(sampling) else None
         self._end_ids = np.array(sorted(set(end_token_ids)), np.int64)
         self._num_until_end = sampling.min_tokens if len(self._end_ids) else 0

@@ -114,7 +114,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     repetition_penalty: float = 1.0
     repeat_last_n: int = -1
     """Tokens that penalties look back at; -1 is all, 0 none."""
-    logit_bias: dict[TokenId, float] = {}
+    logit_bias: list[tuple[TokenId, float]] = []
+    """What is added to the logit of each of these tokens, every one of which is here once."""
     min_tokens: int = 0
     """Before so many tokens none is chosen that would end the answer."""
     num_top_logprobs: int | None = None

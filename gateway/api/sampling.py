@@ -65,7 +65,7 @@ def _or(value: Value | None, default: Value) -> Value:
     return value if value is not None else default
 
 
-def _logit_bias_of(body: GenerationFields, num_tokens: int) -> dict[int, float]:
+def _logit_bias_of(body: GenerationFields, num_tokens: int) -> list[tuple[int, float]]:
     bias: dict[int, float] = {}
     for key, value in (body.logit_bias or {}).items():
         shown = key[:_MAX_SHOWN]
@@ -86,5 +86,6 @@ def _logit_bias_of(body: GenerationFields, num_tokens: int) -> dict[int, float]:
                 f"logit_bias[{shown!r}] is {value:g}; a bias lies between {-_MAX_BIAS:g} and {_MAX_BIAS:g}",
                 param="logit_bias",
             )
+        # "7" and "07" are the same; the last one counts, as in JSON.
         bias[token_id] = value
-    return bias
+    return list(bias.items())
