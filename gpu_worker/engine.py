@@ -32,6 +32,7 @@ from gpu_worker.ways import AttachedWorkers, Ways
 from shared.errors import GenerationError, ModelOutputError, StepStalledError, WorkerFailedError
 from shared.expert_blobs import ExpertMode
 from shared.messages import (
+    REPETITION,
     AbortRequest,
     GenerateRequest,
     Message,
@@ -262,7 +263,11 @@ class Engine:
         self._scheduler.add(
             Sequence(
                 request=request,
-                sampler=Sampler(request.sampling),
+                sampler=Sampler(
+                    request.sampling,
+                    request.prompt_token_ids,
+                    (*request.eos_token_ids, *request.stop_token_ids),
+                ),
                 clock=Clock(arrived_at=time.monotonic()),
                 token_ids=list(request.prompt_token_ids),
             )
@@ -405,14 +410,19 @@ class Engine:
         now = time.monotonic()
         for sequence, logits in choices:
             try:
-                token_id = sequence.sampler.choose(logits)
+                choice = sequence.sampler.choose(logits)
             except ModelOutputError as error:
                 self._end_with_failure(sequence, error)
                 continue
-            sequence.token_ids.append(token_id)
+            sequence.token_ids.append(choice.token_id)
             sequence.clock.first_token_at = sequence.clock.first_token_at or now
             self._post(
-                TokenChunk(request_id=sequence.request_id, token_ids=[token_id], ngram_wait_s=ngram_wait_s)
+                TokenChunk(
+                    request_id=sequence.request_id,
+                    token_ids=[choice.token_id],
+                    logprobs=[choice.logprobs] if choice.logprobs is not None else [],
+                    ngram_wait_s=ngram_wait_s,
+                )
             )
         for work in works:
             sequence = work.sequence
@@ -432,10 +442,19 @@ class Engine:
         self._scheduler.remove(sequence)
         self._keep_end(sequence)
         self._last_busy = time.monotonic()
+        stop_reason = sequence.stop_reason if reason != "abort" else None
+        if stop_reason == REPETITION:
+            _log.warning(
+                "%s ended after %d tokens: the model repeats token %d over and over",
+                sequence.request_id,
+                sequence.num_output_tokens,
+                sequence.token_ids[-1],
+            )
         self._post(
             RequestFinished(
                 request_id=sequence.request_id,
                 finish_reason=reason,
+                stop_reason=stop_reason,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_output_tokens=sequence.num_output_tokens,
                 timings=sequence.timings(time.monotonic()),

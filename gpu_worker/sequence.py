@@ -10,7 +10,17 @@ from gpu_worker.conversations import Reuse
 from gpu_worker.experts.counts import ExpertCounts, Way
 from gpu_worker.sampler import Sampler
 from gpu_worker.state.sequence_state import SequenceState
-from shared.messages import ExpertBytes, FileReads, GenerateRequest, RequestTimings, RouteCounts
+from shared.messages import (
+    REPETITION,
+    ExpertBytes,
+    FileReads,
+    GenerateRequest,
+    RequestTimings,
+    RouteCounts,
+)
+
+# One token that comes so many times in a row is no answer any more. A ruled line in a table is about 80.
+_MAX_REPEATS = 256
 
 
 @dataclass(slots=True)
@@ -177,9 +187,34 @@ class Sequence:
     @property
     def finish_reason(self) -> str | None:
         """Why the sequence is at its end, or None."""
-        if self.num_output_tokens and self.token_ids[-1] in self.request.eos_token_ids:
-            return "stop"
-        return "length" if self.num_output_tokens >= self.request.max_new_tokens else None
+        request = self.request
+        if self.num_output_tokens:
+            last = self.token_ids[-1]
+            if last in request.eos_token_ids or last in request.stop_token_ids:
+                return "stop"
+        if self.num_output_tokens >= request.max_new_tokens or self._is_degenerate:
+            return "length"
+        return None
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """What ended the sequence, where that is a stop token, or that it repeats itself; else None."""
+        request = self.request
+        if not self.num_output_tokens or self.token_ids[-1] in request.eos_token_ids:
+            return None
+        if self.token_ids[-1] in request.stop_token_ids:
+            return self.token_ids[-1]
+        is_full = self.num_output_tokens >= request.max_new_tokens
+        return REPETITION if self._is_degenerate and not is_full else None
+
+    @property
+    def _is_degenerate(self) -> bool:
+        """Whether the last tokens are all the same, and too many."""
+        if self.request.may_repeat or self.num_output_tokens < _MAX_REPEATS:
+            return False
+        last = self.token_ids[-1]
+        # Nearly always that is answered by the one before.
+        return self.token_ids[-2] == last and self.token_ids[-_MAX_REPEATS:].count(last) == _MAX_REPEATS
 
     def windows(self, start: int, stop: int, ngram_size: int) -> NDArray[np.int32]:
         """The n-gram windows of tokens `start` to `stop`: [tokens, ngram_size], own id first, -1 before the

@@ -231,6 +231,34 @@ class GatewayConfig(CapacityConfig):
     min_p: float = setting(
         0.0, "drop tokens less likely than this share of the likeliest", group=_SAMPLING, minimum=0, maximum=1
     )
+    typical_p: float = setting(
+        1.0,
+        "smallest set with this probability of tokens about as surprising as is to be expected; 1 is all",
+        group=_SAMPLING,
+        minimum=0.0001,
+        maximum=1,
+    )
+    presence_penalty: float = setting(
+        0.0, "taken from the logits of tokens that the answer has", group=_SAMPLING, minimum=-2, maximum=2
+    )
+    frequency_penalty: float = setting(
+        0.0, "likewise, once for each time", group=_SAMPLING, minimum=-2, maximum=2
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "divides positive logits, multiplies negative ones, of tokens that prompt or answer have; 1 is none",
+        group=_SAMPLING,
+        minimum=0.01,
+        maximum=10,
+    )
+    repeat_last_n: int = setting(
+        -1,
+        "tokens that the penalties look back at; -1 is all, 0 none",
+        group=_SAMPLING,
+        unit="N",
+        minimum=-1,
+        maximum=2**31 - 1,
+    )
     seed: int | None = setting(
         None, "makes sampled answers repeatable; none draws a fresh one", group=_SAMPLING, unit="N", minimum=0
     )
