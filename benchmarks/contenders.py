@@ -26,8 +26,6 @@ from benchmarks.streaming import AnswerError, Generation, all_logits, complete, 
 
 _START_TIMEOUT_S = 900.0
 _PR_SET_PDEATHSIG = 1
-_NO_TOKEN = 2**31 - 1
-"""No model has a token of this id: where it is the only one that ends an answer, none ends early."""
 
 
 class Contender(Protocol):
@@ -161,7 +159,7 @@ class Strata(_Process):
 
     def __init__(self, model: Path, cpus: set[int], context: int, flags: Sequence[str]) -> None:
         command = [*strata_command("serve"), str(model), "--port", "0", "--max-context", str(context)]
-        command += ["--eos-ids", str(_NO_TOKEN), "--logits-endpoint", *flags]
+        command += ["--logits-endpoint", *flags]
         super().__init__("strata", command, cpus, signal.SIGTERM)
         self._url = ""
 
@@ -204,7 +202,7 @@ class LlamaServer(_Process):
         self._url = json.loads(self.line())["url"]
 
     def generate(self, prompt_token_ids: Sequence[int], num_new: int) -> Generation:
-        fields = {"cache_prompt": False, "ignore_eos": True}
+        fields = {"cache_prompt": False}
         try:
             return complete(self._url, prompt_token_ids, num_new, fields)
         except AnswerError as error:

@@ -61,6 +61,8 @@ def complete(
         "prompt": list(prompt_token_ids),
         "max_tokens": num_new,
         "temperature": 0,
+        # Also has one token come any number of times, which would otherwise end an answer.
+        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
         **(fields or {}),

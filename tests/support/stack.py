@@ -372,8 +372,9 @@ def serving(*flags: str, environment: Mapping[str, str] | None = None) -> Iterat
 
 
 def streaming_body(max_tokens: int = 2000, **fields: Any) -> dict[str, Any]:
-    """A body for /v1/completions that gives text all the time where `NEVER` is set."""
-    sampling = {"temperature": 2, "top_k": 0, "top_p": 1, "seed": 1}
+    """A body for /v1/completions that gives text all the time where `NEVER` is set. With `ignore_eos` it goes
+    on also where the model falls into saying one token over and over."""
+    sampling = {"temperature": 2, "top_k": 0, "top_p": 1, "seed": 1, "ignore_eos": True}
     return {"prompt": "Once upon", "stream": True, "max_tokens": max_tokens} | sampling | fields
 
 
