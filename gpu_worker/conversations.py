@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gpu_worker.state.checkpoint import Checkpoint
 from gpu_worker.state.pages import Page, PagePool
@@ -142,10 +143,18 @@ class ConversationCache:
         while self.num_bytes > self._max_bytes:
             self._evict(min(self._kept, key=lambda kept: kept.last_used))
 
-    def keep_end(self, token_ids: Sequence[int], state: SequenceState, salt: str = "") -> None:
-        """Takes a checkpoint of a sequence that is over."""
+    def keep_end(
+        self,
+        token_ids: Sequence[int],
+        state: SequenceState,
+        salt: str = "",
+        streams: Tensor | None = None,
+    ) -> None:
+        """Takes a checkpoint of a sequence that is over, with `Checkpoint.streams`."""
         if self._max_bytes and state.position >= MIN_TOKENS:
-            self.keep(token_ids, Checkpoint.of(state), salt)
+            checkpoint = Checkpoint.of(state)
+            checkpoint.streams = streams
+            self.keep(token_ids, checkpoint, salt)
 
     def clear(self) -> None:
         """Forgets all."""

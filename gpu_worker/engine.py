@@ -17,17 +17,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from gpu_worker.checkpointing import Checkpointing
 from gpu_worker.conversations import ConversationCache
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.sampler import Sampler
 from gpu_worker.scheduler import Scheduler, Work
 from gpu_worker.sequence import Clock, Sequence
-from gpu_worker.state.checkpoint import Checkpoint
-from gpu_worker.step import account_failed, compute, places
+from gpu_worker.speculation.drafter import Drafter, Followed
+from gpu_worker.speculation.verification import verify
+from gpu_worker.step import StepResult, account_failed, compute, places
 from gpu_worker.ways import AttachedWorkers, Ways
 from shared.errors import GenerationError, ModelOutputError, StepStalledError, WorkerFailedError
 from shared.expert_blobs import ExpertMode
@@ -45,7 +45,6 @@ from shared.messages import (
 from shared.process import major_faults
 from shared.ring import RingClient
 from shared.run_directory import Role
-from shared.window import WINDOW_TOKENS
 
 _log = logging.getLogger(__name__)
 
@@ -133,16 +132,18 @@ class Engine:
         post: Callable[[Message], None],
         workers: AttachedWorkers,
         conversations: ConversationCache,
+        drafter: Drafter,
         cpu: int | None = None,
     ) -> None:
-        """`workers` and `conversations` are the thread's own; `cpu` is what it is pinned to, None for
-        wherever the process may run."""
+        """`workers`, `conversations` and `drafter` are the thread's own; `cpu` is what it is pinned to, None
+        for wherever the process may run."""
         self._model = model
         self._torch_device = torch_device
         self._scheduler = scheduler
         self._post = post
         self._workers = workers
-        self._conversations = conversations
+        self._checkpointing = Checkpointing(model, conversations)
+        self._drafter = drafter
         self._cpu = cpu
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -174,7 +175,7 @@ class Engine:
 
     def gauges(self) -> dict[str, float]:
         """How experts are placed, for the heartbeat. Called from any thread."""
-        kept = self._conversations
+        kept = self._checkpointing.conversations
         return {
             **self._workers.gauges().as_heartbeat(),
             "conversation_cache_bytes": float(kept.num_bytes),
@@ -274,52 +275,17 @@ class Engine:
         )
 
     def _admit(self) -> None:
-        """Lets sequences begin, as far as there is room, each from where it can."""
-        while (sequence := self._scheduler.admit()) is not None:
+        """Sees to it that the sequence whose prompt is read next has its state."""
+        while (sequence := self._scheduler.reading) is not None and sequence.state is None:
             try:
-                self._begin_state(sequence)
+                # A page of a conversation that it goes on from is copied.
+                self._workers.claim_context(self._model.pages.bytes_with(1))
+                checkpoint = self._checkpointing.begin(sequence)
+                self._drafter.begin(sequence, checkpoint)
             except torch.AcceleratorError:
                 raise
             except Exception as error:
                 self._end_with_failure(sequence, self._failure_of(error, 1))
-
-    def _begin_state(self, sequence: Sequence) -> None:
-        request, pages = sequence.request, self._model.pages
-        sequence.state = self._model.new_state()
-        if request.logits_path:
-            # They are wanted of all positions.
-            return
-        prompt, salt = request.prompt_token_ids, request.cache_salt
-        sequence.reuse = self._conversations.find(prompt, salt)
-        if (checkpoint := sequence.reuse.checkpoint) is not None:
-            self._workers.claim_context(pages.bytes_with(1))
-            checkpoint.restore(sequence.state, pages)
-        wanted = self._conversations.wanted(prompt, request.boundaries, salt)
-        sequence.wanted = [position for position in wanted if position > sequence.num_computed]
-
-    def _take_snapshots(self, works: list[Work]) -> None:
-        """Has those made that are wanted within a step."""
-        for work in works:
-            state = work.sequence.state
-            if state is not None and work.num_tokens > WINDOW_TOKENS:
-                inner = [position for position in work.sequence.wanted if work.start < position < work.stop]
-                work.snapshots.extend(Checkpoint(state, position) for position in inner)
-
-    def _keep_checkpoints(self, works: list[Work]) -> None:
-        """Keeps what a step has left of the prompts it has read."""
-        for work in works:
-            sequence, state = work.sequence, work.sequence.state
-            assert state is not None
-            taken = work.snapshots
-            for snapshot in taken:
-                snapshot.keep_pages(state)
-            last = work.start if work.num_tokens <= WINDOW_TOKENS else work.stop - 1
-            for position in sequence.wanted:
-                if last < position <= work.stop:
-                    taken.append(Checkpoint.of(state, position))
-            for checkpoint in taken:
-                self._conversations.keep(sequence.token_ids, checkpoint, sequence.request.cache_salt)
-            sequence.wanted = [position for position in sequence.wanted if position > work.stop]
 
     def _step(self, works: list[Work]) -> None:
         if not works:
@@ -333,7 +299,7 @@ class Engine:
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         try:
             self._workers.claim_context(self._context_bytes_after(works))
-            self._take_snapshots(works)
+            self._checkpointing.prepare(works)
         except torch.AcceleratorError:
             raise
         except Exception as error:
@@ -353,7 +319,6 @@ class Engine:
             return
         ways.experts.end_step()
         self.num_steps += 1
-        self._keep_checkpoints(works)
         after = _Waits.of(ways)
         after.book_since(before, works)
         ngram_wait_s = after.ngram_s - before.ngram_s
@@ -363,10 +328,39 @@ class Engine:
             work.sequence.clock.add_experts(ways.experts.counts, start, stop, routes_per_token)
         if num_prefilled:
             self._scheduler.chunk.note(num_prefilled, ngram_wait_s)
+        else:
+            self._drafter.payoff.note_step(sum(work.num_tokens for work in works), time.monotonic() - started)
         for sequence, failure in result.failures:
             _log.error("%s failed: %s", sequence.request_id, failure)
             self._end_with_failure(sequence, failure)
-        self._advance(works, result.choices, ngram_wait_s)
+        self._choose(result, ngram_wait_s)
+        try:
+            self._follow(works, result, ways)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            self._fail(self._running(works), self._failure_of(error, len(works)))
+            return
+        self._end_finished(works)
+
+    def _running(self, works: list[Work]) -> list[Work]:
+        """Those whose sequences have not failed."""
+        running = set(map(id, self._scheduler.running))
+        return [work for work in works if id(work.sequence) in running]
+
+    def _follow(self, works: list[Work], result: StepResult, ways: Ways) -> None:
+        """Has drafts made for the next step, and keeps what this one has left of prompts."""
+        running = set(map(id, self._running(works)))
+        followed = []
+        for work, start, _ in places(works):
+            if id(work) in running:
+                streams = result.streams[start : start + work.sequence.num_computed - work.start]
+                followed.append((work, streams))
+        self._drafter.follow(
+            [Followed(work.sequence, streams, work.snapshots) for work, streams in followed], ways
+        )
+        for work, streams in followed:
+            self._checkpointing.keep(work, streams)
 
     def _context_bytes_after(self, works: list[Work]) -> int:
         """What keys and values take once there is room for a step."""
@@ -395,7 +389,7 @@ class Engine:
             return error
         if _is_out_of_memory(error):
             # For whoever comes next.
-            self._conversations.clear()
+            self._checkpointing.conversations.clear()
             _log.error("a step of %d requests failed: %s", num_requests, error)
             return GenerationError(
                 "the device is out of memory; lower --max-context, --parallel or --prefill"
@@ -403,31 +397,37 @@ class Engine:
         _log.error("a step of %d requests failed", num_requests, exc_info=error)
         return GenerationError("an internal error; the server's log has the details")
 
-    def _advance(
-        self, works: list[Work], choices: list[tuple[Sequence, NDArray[np.float32]]], ngram_wait_s: float
-    ) -> None:
-        """Chooses tokens, tells the gateway, and ends the sequences that are at their end."""
+    def _choose(self, result: StepResult, ngram_wait_s: float) -> None:
+        """Chooses tokens, takes back what was drafted in vain, and tells the gateway."""
         now = time.monotonic()
-        for sequence, logits in choices:
+        for work, logits in result.choices:
+            sequence = work.sequence
             try:
-                choice = sequence.sampler.choose(logits)
+                verified = verify(sequence, logits)
             except ModelOutputError as error:
                 self._end_with_failure(sequence, error)
                 continue
-            sequence.token_ids.append(choice.token_id)
+            assert sequence.state is not None
+            sequence.state.roll_back(work.stop + verified.num_accepted)
+            sequence.drafts.note(verified.num_accepted)
+            if work.drafts:
+                source = sequence.drafts.source
+                self._drafter.payoff.note_verified(source, len(work.drafts), verified.num_accepted)
             sequence.clock.first_token_at = sequence.clock.first_token_at or now
             self._post(
                 TokenChunk(
                     request_id=sequence.request_id,
-                    token_ids=[choice.token_id],
-                    logprobs=[choice.logprobs] if choice.logprobs is not None else [],
+                    token_ids=verified.token_ids,
+                    logprobs=verified.logprobs,
                     ngram_wait_s=ngram_wait_s,
                 )
             )
-        for work in works:
+
+    def _end_finished(self, works: list[Work]) -> None:
+        """Ends the sequences that are at their end; tells of the others how far they are with their
+        prompts."""
+        for work in self._running(works):
             sequence = work.sequence
-            if self._scheduler.find(sequence.request_id) is None:
-                continue
             if sequence.is_prefilling:
                 progress = PrefillProgress(
                     request_id=sequence.request_id,
@@ -440,7 +440,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         self._scheduler.remove(sequence)
-        self._keep_end(sequence)
+        self._checkpointing.keep_end(sequence)
         self._last_busy = time.monotonic()
         stop_reason = sequence.stop_reason if reason != "abort" else None
         if stop_reason == REPETITION:
@@ -460,12 +460,6 @@ class Engine:
                 timings=sequence.timings(time.monotonic()),
             )
         )
-
-    def _keep_end(self, sequence: Sequence) -> None:
-        """Keeps what a sequence has computed, where it was not for its logits alone."""
-        if sequence.state is not None and sequence.reuse is not None:
-            salt = sequence.request.cache_salt
-            self._conversations.keep_end(sequence.token_ids, sequence.state, salt)
 
     def _fail(self, works: list[Work], failure: GenerationError) -> None:
         for work in works:

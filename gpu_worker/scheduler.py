@@ -6,6 +6,7 @@ are read without stopping the streams that already run, and each step's size is 
 
 from collections import deque
 from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from gpu_worker.chunk_size import ChunkSize
@@ -15,23 +16,25 @@ from gpu_worker.state.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens `start` to `stop` of one sequence."""
+    """Tokens `start` to `stop` of one sequence, and drafts that follow them."""
 
     sequence: Sequence
     start: int
     stop: int
+    drafts: Items[int] = ()
+    """Tokens that may follow, to be verified."""
     snapshots: list[Checkpoint] = field(default_factory=list)
     """Taken while it is computed."""
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens that is."""
-        return self.stop - self.start
+        """How many tokens that is, drafts included."""
+        return self.stop - self.start + len(self.drafts)
 
     def num_new_pages(self) -> int:
         """Pages of keys and values that the sequence needs for it and has not got."""
         assert self.sequence.state is not None
-        return self.sequence.state.num_pages_for(self.stop)
+        return self.sequence.state.num_pages_for(self.stop + len(self.drafts))
 
     @property
     def reaches_end(self) -> bool:
@@ -83,24 +86,22 @@ class Scheduler:
         """The sequence of a request, running or waiting."""
         return next((sequence for sequence in self if sequence.request_id == request_id), None)
 
-    def admit(self) -> Sequence | None:
-        """The next sequence that begins, if there is room for one; it runs from now on, and is to get its
-        state."""
-        if not self._waiting or len(self._running) >= self._max_running:
-            return None
-        self._running.append(self._waiting.popleft())
-        return self._running[-1]
+    @property
+    def reading(self) -> Sequence | None:
+        """The sequence whose prompt is read next; it has to have its state before the next step."""
+        while self._waiting and len(self._running) < self._max_running:
+            self._running.append(self._waiting.popleft())
+        return next((sequence for sequence in self._running if sequence.is_prefilling), None)
 
     def schedule(self) -> list[Work]:
         """The next step, decoding first; empty where there is nothing to do."""
         decode = [
-            Work(sequence, sequence.num_computed, len(sequence.token_ids))
+            Work(sequence, sequence.num_computed, len(sequence.token_ids), sequence.drafts.token_ids)
             for sequence in self._running
             if not sequence.is_prefilling
         ]
-        for sequence in self._running:
-            if sequence.is_prefilling:
-                start = sequence.num_computed
-                stop = min(start + self.chunk.tokens, sequence.num_prompt_tokens)
-                return [*decode, Work(sequence, start, stop)]
-        return decode
+        if (sequence := self.reading) is None:
+            return decode
+        start = sequence.num_computed
+        stop = min(start + self.chunk.tokens, sequence.num_prompt_tokens)
+        return [*decode, Work(sequence, start, stop)]

@@ -1,5 +1,6 @@
 """One request as the gpu_worker keeps it: its tokens, its place in the model's state, its clock."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import msgspec
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from gpu_worker.conversations import Reuse
 from gpu_worker.experts.counts import ExpertCounts, Way
 from gpu_worker.sampler import Sampler
+from gpu_worker.speculation.drafts import Drafts
 from gpu_worker.state.sequence_state import SequenceState
 from shared.messages import (
     REPETITION,
@@ -151,6 +153,7 @@ class Sequence:
     state: SequenceState | None = None
     reuse: Reuse | None = None
     wanted: list[int] = field(default_factory=list)
+    drafts: Drafts = field(default_factory=Drafts)
 
     @property
     def request_id(self) -> str:
@@ -174,10 +177,19 @@ class Sequence:
 
     def timings(self, now: float) -> RequestTimings:
         """What is told of the request: its time until `now`, and what it did without computing."""
-        timings = self.clock.timings(now)
+        timings = msgspec.structs.replace(
+            self.clock.timings(now),
+            num_windows=self.drafts.num_windows,
+            drafts=self.drafts.counts(),
+            draft_s=self.drafts.seconds,
+        )
         if self.reuse is None:
             return timings
         return msgspec.structs.replace(timings, num_reused=self.reuse.num_tokens, reuse_note=self.reuse.why)
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether that token ends the sequence."""
+        return token_id in self.request.eos_token_ids or token_id in self.request.stop_token_ids
 
     @property
     def is_prefilling(self) -> bool:
@@ -188,10 +200,8 @@ class Sequence:
     def finish_reason(self) -> str | None:
         """Why the sequence is at its end, or None."""
         request = self.request
-        if self.num_output_tokens:
-            last = self.token_ids[-1]
-            if last in request.eos_token_ids or last in request.stop_token_ids:
-                return "stop"
+        if self.num_output_tokens and self.is_end(self.token_ids[-1]):
+            return "stop"
         if self.num_output_tokens >= request.max_new_tokens or self._is_degenerate:
             return "length"
         return None
@@ -216,15 +226,15 @@ class Sequence:
         # Nearly always that is answered by the one before.
         return self.token_ids[-2] == last and self.token_ids[-_MAX_REPEATS:].count(last) == _MAX_REPEATS
 
-    def windows(self, start: int, stop: int, ngram_size: int) -> NDArray[np.int32]:
-        """The n-gram windows of tokens `start` to `stop`: [tokens, ngram_size], own id first, -1 before the
-        start of the sequence."""
+    def windows(self, start: int, stop: int, ngram_size: int, drafts: Items[int] = ()) -> NDArray[np.int32]:
+        """The n-gram windows of tokens `start` to `stop`, and of drafts that follow them: [tokens,
+        ngram_size], own id first, -1 before the start of the sequence."""
         reach = ngram_size - 1
-        if stop - start == 1 and start >= reach:
+        if stop - start == 1 and start >= reach and not drafts:
             # What decoding asks for at every step.
             return np.array(
                 [self.token_ids[stop - 1 : start - ngram_size if start > reach else None : -1]], np.int32
             )
-        ids = np.array(self.token_ids[max(0, start - reach) : stop], np.int32)
+        ids = np.array([*self.token_ids[max(0, start - reach) : stop], *drafts], np.int32)
         ids = np.concatenate([np.full(max(0, reach - start), -1, np.int32), ids])
         return np.lib.stride_tricks.sliding_window_view(ids, ngram_size)[:, ::-1]

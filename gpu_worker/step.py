@@ -26,11 +26,13 @@ _LOGIT_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`choices` are the sequences whose next token is to be chosen, each with its logits [vocabulary];
-    `failures` those that cannot go on, though the step itself succeeded."""
+    """`choices` are the works after which tokens are to be chosen, each with the logits of its last token and
+    of its drafts [1 + drafts, vocabulary]; `failures` the sequences that cannot go on, though the step itself
+    succeeded; `streams` [tokens, streams, hidden] are valid until the next step."""
 
-    choices: list[tuple[Sequence, NDArray[np.float32]]]
+    choices: list[tuple[Work, NDArray[np.float32]]]
     failures: list[tuple[Sequence, GenerationError]]
+    streams: Tensor
 
 
 def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch.device) -> StepResult:
@@ -40,11 +42,11 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
     """
     if ways.ngram is not None and model.config.ngram is not None:
         ngram_size = model.config.ngram.ngram_size
-        windows = [work.sequence.windows(work.start, work.stop, ngram_size) for work in works]
+        windows = [work.sequence.windows(work.start, work.stop, ngram_size, work.drafts) for work in works]
         ways.ngram.submit(windows[0] if len(windows) == 1 else np.concatenate(windows))
     batch = _batch(model, works, torch_device)
     streams = model.forward(batch, ways.experts, ways.ngram)
-    choosing: list[Sequence] = []
+    choosing: list[Work] = []
     last_rows: list[int] = []
     failures: list[tuple[Sequence, GenerationError]] = []
     for work, span in zip(works, batch.spans, strict=True):
@@ -63,14 +65,15 @@ def compute(model: Qwen4Exp, works: Items[Work], ways: Ways, torch_device: torch
             failures.append((work.sequence, error))
             continue
         if work.reaches_end and request.max_new_tokens:
-            choosing.append(work.sequence)
-            last_rows.append(span.stop - 1)
+            choosing.append(work)
+            last_rows += range(span.stop - 1 - len(work.drafts), span.stop)
     if not choosing:
-        return StepResult([], failures)
+        return StepResult([], failures, streams)
     # Where every token of the step is the last of its sequence, no row is copied.
     chosen_rows = streams if len(last_rows) == batch.num_tokens else streams[last_rows]
     logits = model.logits(chosen_rows).cpu().numpy()
-    return StepResult(list(zip(choosing, logits, strict=True)), failures)
+    stops = np.cumsum([1 + len(work.drafts) for work in choosing])
+    return StepResult(list(zip(choosing, np.split(logits, stops[:-1]), strict=True)), failures, streams)
 
 
 def places(works: Items[Work]) -> Iterator[tuple[Work, int, int]]:
@@ -117,7 +120,8 @@ def _batch(model: Qwen4Exp, works: Items[Work], torch_device: torch.device) -> B
         assert sequence.state is not None, "a sequence that runs has its state"
         start = len(token_ids)
         token_ids += sequence.token_ids[work.start : work.stop]
-        positions += range(work.start, work.stop)
+        token_ids += work.drafts
+        positions += range(work.start, work.start + work.num_tokens)
         spans.append(Span(start, len(token_ids), sequence.state, work.snapshots))
     return Batch(_on(torch_device, token_ids), _on(torch_device, positions), spans)
 

@@ -11,6 +11,7 @@ from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.loading import Loaded, load
 from gpu_worker.peers import PeerListener
 from gpu_worker.scheduler import Scheduler
+from gpu_worker.speculation.drafter import Drafter
 from gpu_worker.ways import AttachedWorkers, ModelFiles
 from shared.arena import sweep_segments
 from shared.config import GpuWorkerConfig
@@ -24,6 +25,7 @@ from shared.rope_scaling import ScalingType
 from shared.run_directory import Role
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import meeting_cpu
+from shared.window import window_tokens
 from shared.work_slots import STAGING_PLACES, ring_tokens
 
 _log = logging.getLogger(__name__)
@@ -126,6 +128,7 @@ class GpuWorker:
         tokens = ring_tokens(
             loaded.prefill_tokens,
             config.parallel,
+            window_tokens=window_tokens(config.spec),
             has_slots=loaded.placement is not None,
             stream_min=config.prefill_stream_min,
         )
@@ -139,6 +142,14 @@ class GpuWorker:
             ConversationCache(
                 loaded.model.pages,
                 conversation_cache_bytes(read_memory(), config.conversation_cache_mib),
+            ),
+            Drafter(
+                loaded.model,
+                self._torch_device,
+                most=config.spec,
+                min_probability=config.spec_min_p,
+                uses_suffixes=config.suffix_draft,
+                max_tokens=tokens.experts,
             ),
             cpu=meeting_cpu() if self._torch_device.type == "cpu" else None,
         )

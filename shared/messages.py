@@ -220,6 +220,15 @@ class ExpertBytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Copied to the device for a step."""
 
 
+class DraftCounts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the drafts from one source (`prediction`, `suffix`): how many tokens were drafted, and how many of
+    them accepted."""
+
+    source: str
+    num_drafted: int
+    num_accepted: int
+
+
 class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a request's time went in the gpu_worker, in seconds, and what it was waited for. Times of steps
     shared with other requests count in full for each of them; parts of a step that ran at the same time
@@ -249,6 +258,12 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Tokens of the prompt that were not computed, since a conversation that begins so was kept."""
     reuse_note: str = ""
     """Why there were not more of them."""
+    num_windows: int = 0
+    """Steps that gave tokens of the answer."""
+    drafts: list[DraftCounts] = []
+    """What was drafted for these steps, one entry a source."""
+    draft_s: float = 0.0
+    """Spent on it. Part of the times above."""
     major_faults: int = 0
     """Of all workers during its steps: pages of mapped files that were waited for, one at a time."""
 

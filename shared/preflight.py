@@ -26,6 +26,7 @@ from shared.placement.device import may_have_slots
 from shared.run_directory import Role
 from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set
+from shared.window import window_tokens
 from shared.work_slots import RingTokens, ring_tokens, shared_memory_needed
 
 CUDA_DRIVERS = tuple(
@@ -76,6 +77,7 @@ def _ring_tokens(config: GpuWorkerConfig) -> RingTokens:
     return ring_tokens(
         prefill.tokens or largest,
         config.parallel,
+        window_tokens=window_tokens(config.spec),
         has_slots=has_slots,
         stream_min=config.prefill_stream_min,
     )

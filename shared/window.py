@@ -3,3 +3,8 @@
 WINDOW_TOKENS = 8
 """Those of a verify window: the last token and its drafts. What a window changes is kept aside until it is
 known how many of them stay."""
+
+
+def window_tokens(spec: int) -> int:
+    """Tokens of a sequence in a step that generates, where `--spec` is this."""
+    return 1 + min(spec, WINDOW_TOKENS - 1)

@@ -169,12 +169,16 @@ class RingTokens:
     ngrams: int
 
 
-def ring_tokens(prefill_tokens: int, parallel: int, *, has_slots: bool, stream_min: int) -> RingTokens:
-    """Of a stack that computes chunks of so many tokens of a prompt, and beside it one token of each other
+def ring_tokens(
+    prefill_tokens: int, parallel: int, *, window_tokens: int, has_slots: bool, stream_min: int
+) -> RingTokens:
+    """Of a stack that computes chunks of so many tokens of a prompt, and beside it one window of each other
     sequence. Where the device has slots of experts, chunks from `stream_min` tokens on stream through it, and
     the cpu_worker never sees them; their n-gram rows come like all others."""
     to_cpu_worker = min(prefill_tokens, stream_min - 1) if has_slots else prefill_tokens
-    return RingTokens(to_cpu_worker + parallel, prefill_tokens + parallel)
+    # A prediction block may have a position to compute anew, before those of the step.
+    windows = parallel * window_tokens + 1
+    return RingTokens(to_cpu_worker + windows, prefill_tokens + windows)
 
 
 def shared_memory_needed(config: Qwen4ExpConfig, tokens: RingTokens, place_bytes: int = 0) -> int:

@@ -38,8 +38,10 @@ class Span:
 
     @property
     def cuts(self) -> list[int]:
-        """Numbers of the tokens before which the snapshots are taken."""
-        return [snapshot.position - self.position for snapshot in self.snapshots]
+        """Numbers of the tokens before which the snapshots are taken. Whoever goes on from one has the
+        prediction block compute its last position anew."""
+        back = 1 if self.is_prediction else 0
+        return [snapshot.position - back - self.position for snapshot in self.snapshots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +59,7 @@ class Batch:
 
     def for_prediction(self) -> "Batch":
         """The same tokens for the prediction block."""
-        spans = [Span(span.start, span.stop, span.state, is_prediction=True) for span in self.spans]
+        spans = [
+            Span(span.start, span.stop, span.state, span.snapshots, is_prediction=True) for span in self.spans
+        ]
         return Batch(self.token_ids, self.positions, spans)

@@ -27,6 +27,9 @@ class Checkpoint:
         self.raw_keys = {
             layer: torch.empty_like(attention.raw_keys) for layer, attention in state.attention.items()
         }
+        self.streams: Tensor | None = None
+        """Residual streams [1, streams, hidden] behind the last layer at the last position, for a prediction
+        block; None where that has not followed."""
         inputs = state.ngram_inputs
         self.ngram_inputs = _rows_like(inputs, num_pending) if inputs is not None else None
 
@@ -54,7 +57,7 @@ class Checkpoint:
             for tensor in (delta.matrices, *delta.updates, delta.conv_inputs)
         ]
         tensors += self.raw_keys.values()
-        tensors += [self.ngram_inputs] if self.ngram_inputs is not None else []
+        tensors += [tensor for tensor in (self.ngram_inputs, self.streams) if tensor is not None]
         return sum(tensor.nbytes for tensor in tensors)
 
     def keep_pages(self, state: SequenceState) -> None:

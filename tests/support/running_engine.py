@@ -30,6 +30,7 @@ from gpu_worker.experts.placement import ExpertPlacement, open_placement
 from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.scheduler import Scheduler
+from gpu_worker.speculation.drafter import Drafter
 from gpu_worker.ways import AttachedWorkers, ModelFiles
 from shared.config import GpuWorkerConfig
 from shared.errors import WorkerFailedError
@@ -43,6 +44,7 @@ from shared.messages import (
     RequestFinished,
     Sampling,
     TokenChunk,
+    TokenLogprobs,
 )
 from shared.model_config import read_model_config
 from shared.native.records import Record
@@ -50,6 +52,7 @@ from shared.native.team import Team
 from shared.placement.trace import TraceWriter
 from shared.ring import Arrays, NativeWork, RingClient, RingServer, RingShape
 from shared.run_directory import Role, new_incarnation
+from shared.window import WINDOW_TOKENS
 from shared.work_slots import STAGING_PLACES, expert_ring, ngram_ring, staging_ring
 from stager.blob_sources import BlobSources
 from stager.ngram_rows import open_rows
@@ -67,6 +70,7 @@ class Answer:
     """What came back for one request so far."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     prefilled: list[int] = field(default_factory=list)
     end: RequestFinished | RequestFailed | None = None
 
@@ -89,6 +93,9 @@ class RunningEngine:
         recorder: TraceWriter | None = None,
         stages_from_disk: bool = False,
         conversation_cache_bytes: int = 0,
+        spec: int = 0,
+        spec_min_p: float = 0.0,
+        suffix_draft: bool = False,
     ) -> None:
         """On the CpuDevice, or on a TorchDevice where `torch_device` is given. Experts come from a pool with
         `places_per_layer`, if it is not 0, and are served in machine code if `natively`. Where there are
@@ -110,7 +117,7 @@ class RunningEngine:
         self.on_staging: Callable[[Record], None] = lambda reads: None
         self.scheduler = Scheduler(max_running=parallel, prefill_tokens=prefill)
         self.messages: queue.Queue[Message] = queue.Queue()
-        max_tokens = parallel + prefill
+        max_tokens = parallel * WINDOW_TOKENS + prefill + 1
         self.layout = BlobLayout(file, config.num_layers)
         self.placement: ExpertPlacement | None = None
         if settings is not None:
@@ -140,6 +147,14 @@ class RunningEngine:
             self.messages.put,
             self.workers,
             self.conversations,
+            Drafter(
+                self.model,
+                self.device.torch_device,
+                most=spec,
+                min_probability=spec_min_p,
+                uses_suffixes=suffix_draft,
+                max_tokens=max_tokens,
+            ),
         )
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count()
@@ -245,8 +260,10 @@ class RunningEngine:
 
     def _take(self, message: Message) -> None:
         match message:
-            case TokenChunk(request_id=request_id, token_ids=token_ids):
-                self._answers.setdefault(request_id, Answer()).token_ids += token_ids
+            case TokenChunk(request_id=request_id, token_ids=token_ids, logprobs=logprobs):
+                answer = self._answers.setdefault(request_id, Answer())
+                answer.token_ids += token_ids
+                answer.logprobs += logprobs
             case PrefillProgress(request_id=request_id, num_prefilled=num_prefilled):
                 self._answers.setdefault(request_id, Answer()).prefilled.append(num_prefilled)
             case RequestFinished() | RequestFailed():

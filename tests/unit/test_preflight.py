@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -166,9 +167,10 @@ def test_too_little_shared_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_chunks_that_stream_need_less_shared_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With slots on the device the cpu_worker sees chunks below the streaming size only, but n-gram rows
     come for all. A chunk that is left to choose may be as large as the cap."""
-    assert ring_tokens(8192, 4, has_slots=False, stream_min=1024) == RingTokens(8196, 8196)
-    assert ring_tokens(8192, 4, has_slots=True, stream_min=1024) == RingTokens(1027, 8196)
-    assert ring_tokens(512, 4, has_slots=True, stream_min=1024) == RingTokens(516, 516)
+    tokens = partial(ring_tokens, parallel=4, window_tokens=5, stream_min=1024)
+    assert tokens(8192, has_slots=False) == RingTokens(8213, 8213)
+    assert tokens(8192, has_slots=True) == RingTokens(1044, 8213)
+    assert tokens(512, has_slots=True) == RingTokens(533, 533)
     with GGUFModel(path) as model:
         config = read_model_config(model)
         place_bytes = BlobLayout(model, config.num_layers).largest_place_bytes
