@@ -20,7 +20,9 @@ from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.model.batch import Batch, Span
 from gpu_worker.model.interface import RoutedExperts
 from gpu_worker.model.qwen4exp import Qwen4Exp
+from gpu_worker.state.checkpoint import Checkpoint
 from gpu_worker.state.sequence_state import SequenceState
+from shared.config import GpuWorkerConfig
 from shared.draft_model import open_model
 from shared.gguf.model import GGUFModel
 from shared.model_config import NgramConfig, Qwen4ExpConfig, read_model_config
@@ -72,6 +74,11 @@ class RunningSequence:
     state: SequenceState
     token_ids: list[int] = field(default_factory=list)
 
+    def roll_back(self, num_tokens: int) -> None:
+        """Takes back the last tokens of the last step, until so many are left in all."""
+        self.state.roll_back(num_tokens)
+        del self.token_ids[num_tokens:]
+
 
 class InProcessModel:
     """A model file, ready to compute."""
@@ -82,12 +89,14 @@ class InProcessModel:
         torch_device: torch.device | None = None,
         num_threads: int = 1,
         team: Team | None = None,
+        settings: GpuWorkerConfig | None = None,
         draft_path: Path | None = None,
     ) -> None:
         """On the CpuDevice, or on a TorchDevice where `torch_device` is given. `team` computes everything
-        then, instead of one of `num_threads` and, for the experts, another of one."""
+        then, instead of one of `num_threads` and, for the experts, another of one. Of `settings` only how
+        positions are scaled is taken."""
         self.file = model = open_model(path, draft_path)
-        self.config = read_model_config(model)
+        self.config = read_model_config(model, settings)
         check_tensors(model, self.config)
         self.device: Device
         if torch_device is None:
@@ -103,19 +112,34 @@ class InProcessModel:
         ngram = self.config.ngram
         self.features = LocalFeatures(model, ngram, self.device.torch_device) if ngram is not None else None
 
+    def restored(self, checkpoint: Checkpoint, token_ids: Sequence[int]) -> RunningSequence:
+        """A sequence that goes on from a checkpoint of one that began with these tokens."""
+        sequence = self.new_sequence()
+        checkpoint.restore(sequence.state, self.model.pages)
+        sequence.token_ids += token_ids[: checkpoint.position]
+        return sequence
+
     def new_sequence(self) -> RunningSequence:
         """A sequence that has not begun."""
         return RunningSequence(self.model.new_state())
 
-    def step(self, pieces: Sequence[tuple[RunningSequence, Sequence[int]]]) -> list[NDArray[np.float32]]:
-        """Appends tokens to sequences, all in one batch; the logits [tokens, vocabulary] of each piece."""
+    def step(
+        self,
+        pieces: Sequence[tuple[RunningSequence, Sequence[int]]],
+        snapshots: Sequence[Checkpoint] = (),
+    ) -> list[NDArray[np.float32]]:
+        """Appends tokens to sequences, all in one batch; the logits [tokens, vocabulary] of each piece.
+        `snapshots` are taken of the first sequence, on the way."""
         token_ids: list[int] = []
         positions: list[int] = []
-        windows, spans = [], []
+        windows: list[NDArray[np.int32]] = []
+        spans: list[Span] = []
         for sequence, new_ids in pieces:
             start, num_tokens = len(sequence.token_ids), len(new_ids)
             sequence.token_ids += new_ids
-            spans.append(Span(len(token_ids), len(token_ids) + num_tokens, sequence.state))
+            first = len(token_ids)
+            taken = snapshots if not spans else ()
+            spans.append(Span(first, first + num_tokens, sequence.state, taken))
             token_ids += new_ids
             positions += range(start, start + num_tokens)
             if self.config.ngram is not None:

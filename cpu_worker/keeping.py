@@ -8,7 +8,13 @@ from cpu_worker.stager_link import StagerListener
 from shared.arena import free_shared_memory, sweep_segments
 from shared.config import DEFAULT_PREFILL_CAP, CpuWorkerConfig, expert_cache_slots, prefill_setting
 from shared.expert_blobs import BlobLayout
-from shared.memory_budget import held_by_stack, needs_of, read_memory, row_cache_bytes
+from shared.memory_budget import (
+    conversation_cache_bytes,
+    held_by_stack,
+    needs_of,
+    read_memory,
+    row_cache_bytes,
+)
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.device import may_have_slots, runs_on_cuda, slots_in_ram
 from shared.placement.memory_plan import placed_bytes, work_space
@@ -49,6 +55,7 @@ def keep_experts(context: ProcessContext[CpuWorkerConfig], model_config: Qwen4Ex
             is_on_cuda=runs_on_cuda(config.device),
             slot_bytes=placed_bytes(sizes, slots_in_ram(config.device, config.expert_cache)),
             lent_bytes=_lent_bytes(config, model_config, sizes),
+            conversation_bytes=conversation_cache_bytes(memory, config.conversation_cache_mib),
         ),
         max(0, free_shared_memory() - _RING_STEPS * _ring_bytes(config, model_config, layout)),
     )

@@ -111,9 +111,11 @@ def _account(budget_gib: float, memory: Memory, needs: Needs) -> str:
         return f"--ram-budget {budget_gib:g}"
     slots = f", slots of experts {_size(needs.slots)}" if needs.slots else ""
     slots += f", experts of slots that are lent {_size(needs.lent)}" if needs.lent else ""
+    kept = f"conversations {_size(needs.conversations)}, " if needs.conversations else ""
     return (
         f"available {_size(memory.available)}, of which {_size(memory.floor)} stay free; dense weights "
-        f"{_size(needs.dense)}, context {_size(needs.context)}, n-gram rows {_size(needs.rows)}, "
+        f"{_size(needs.dense)}, context {_size(needs.context)}, {kept}n-gram rows "
+        f"{_size(needs.rows)}, "
         f"processes {_size(needs.processes)}{slots}"
     )
 

@@ -65,20 +65,29 @@ class Admission:
                 place.granted.set_exception(_draining_error())
         self._waiting.clear()
 
-    def check_room(self) -> None:
-        """Raises DrainingError or QueueFullError where a request that came now would not be let in."""
+    @property
+    def capacity(self) -> int:
+        """The most requests that can be here at once, running and waiting."""
+        return self._max_running + self._queue_size
+
+    def check_room(self, count: int = 1) -> None:
+        """Raises DrainingError or QueueFullError where so many requests that came now would not be let in."""
         if self.is_draining:
             raise _draining_error()
-        if not self._has_free_place and len(self._waiting) >= self._queue_size:
+        num_free = self._num_free_places + self._queue_size - len(self._waiting)
+        if num_free < count:
+            too_many = "as many as --queue-size allows"
+            if count > 1:
+                too_many = f"which leaves {num_free} places (--parallel, --queue-size) for {count} answers"
             raise QueueFullError(
-                f"{self.num_running} requests run and {len(self._waiting)} wait, "
-                "as many as --queue-size allows; try again later",
+                f"{self.num_running} requests run and {len(self._waiting)} wait, {too_many}; try again later",
                 retry_after_s=self._retry_after_s(),
             )
 
     @property
-    def _has_free_place(self) -> bool:
-        return self.num_running < self._max_running and not self._waiting
+    def _num_free_places(self) -> int:
+        """Places of requests that could run at once."""
+        return max(0, self._max_running - self.num_running) if not self._waiting else 0
 
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[Place]:
@@ -89,7 +98,7 @@ class Admission:
         """
         self.check_room()
         place = Place()
-        if self._has_free_place:
+        if self._num_free_places:
             self._grant(place)
         else:
             self._waiting.append(place)

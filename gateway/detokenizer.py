@@ -35,6 +35,11 @@ class Detokenizer:
             )
         )
 
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether the last ids ended within a character, which is yet to come."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """Ends the stream: U+FFFD for a character that was cut off, else nothing."""
         return self._decoder.decode(b"", final=True)

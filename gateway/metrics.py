@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from gateway.admission import Admission
 from gateway.engine_client import EngineClient
 from gateway.generation import Generation, Outcome
-from shared.messages import Heartbeat
+from shared.messages import REPETITION, Heartbeat
 from shared.process import ProcessState
 
 # Seconds. Long tails are kept: reading experts from a disk can be slow.
@@ -81,7 +81,9 @@ class Metrics:
     def finished(self, generation: Generation, arrived_at: float, tokenize_s: float) -> None:
         """A request ended well."""
         outcome = generation.outcome
-        self._finished.labels(self._model, outcome.finish_reason).inc()
+        is_degenerate = outcome.stop_reason == REPETITION and outcome.finish_reason != "stop"
+        reason = "repetition" if is_degenerate else outcome.finish_reason
+        self._finished.labels(self._model, reason).inc()
         self._prompt_tokens.labels(self._model).inc(outcome.finished.num_prompt_tokens)
         self._generation_tokens.labels(self._model).inc(outcome.num_output_tokens)
         self._latency.labels(self._model).observe(time.monotonic() - arrived_at)

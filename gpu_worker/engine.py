@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -21,15 +21,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpu_worker.conversations import ConversationCache
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.sampler import Sampler
 from gpu_worker.scheduler import Scheduler, Work
 from gpu_worker.sequence import Clock, Sequence
+from gpu_worker.state.checkpoint import Checkpoint
 from gpu_worker.step import account_failed, compute, places
 from gpu_worker.ways import AttachedWorkers, Ways
 from shared.errors import GenerationError, ModelOutputError, StepStalledError, WorkerFailedError
 from shared.expert_blobs import ExpertMode
 from shared.messages import (
+    REPETITION,
     AbortRequest,
     GenerateRequest,
     Message,
@@ -42,6 +45,7 @@ from shared.messages import (
 from shared.process import major_faults
 from shared.ring import RingClient
 from shared.run_directory import Role
+from shared.window import WINDOW_TOKENS
 
 _log = logging.getLogger(__name__)
 
@@ -128,15 +132,17 @@ class Engine:
         scheduler: Scheduler,
         post: Callable[[Message], None],
         workers: AttachedWorkers,
+        conversations: ConversationCache,
         cpu: int | None = None,
     ) -> None:
-        """`workers` are the thread's own; `cpu` is what it is pinned to, None for wherever the process may
-        run."""
+        """`workers` and `conversations` are the thread's own; `cpu` is what it is pinned to, None for
+        wherever the process may run."""
         self._model = model
         self._torch_device = torch_device
         self._scheduler = scheduler
         self._post = post
         self._workers = workers
+        self._conversations = conversations
         self._cpu = cpu
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -168,7 +174,13 @@ class Engine:
 
     def gauges(self) -> dict[str, float]:
         """How experts are placed, for the heartbeat. Called from any thread."""
-        return self._workers.gauges().as_heartbeat()
+        kept = self._conversations
+        return {
+            **self._workers.gauges().as_heartbeat(),
+            "conversation_cache_bytes": float(kept.num_bytes),
+            "conversation_cache_entries": float(len(kept)),
+            "conversation_cache_evictions_total": float(kept.num_evicted),
+        }
 
     @property
     def num_running(self) -> int:
@@ -186,6 +198,7 @@ class Engine:
                 os.sched_setaffinity(0, {self._cpu})
             while self._take_commands():
                 # Nothing here keeps the step's sequences: their memory is free when they have ended.
+                self._admit()
                 self._step(self._scheduler.schedule())
             self._fail_all(WorkerFailedError("the gpu_worker is stopping"))
         except BaseException as error:
@@ -203,7 +216,8 @@ class Engine:
         while True:
             has_work = bool(self._scheduler.num_running or self._scheduler.num_waiting)
             if self.idle_s >= _REST_S:
-                self._workers.rest()
+                self._model.pages.trim()
+                self._workers.rest(self._model.pages.num_bytes)
             is_loading = self._workers.go_on_loading()
             self._workers.set_in_use(has_work or is_loading)
             patience_s = _REST_S if self._workers.has_lent else None
@@ -249,11 +263,63 @@ class Engine:
         self._scheduler.add(
             Sequence(
                 request=request,
-                sampler=Sampler(request.sampling),
+                sampler=Sampler(
+                    request.sampling,
+                    request.prompt_token_ids,
+                    (*request.eos_token_ids, *request.stop_token_ids),
+                ),
                 clock=Clock(arrived_at=time.monotonic()),
                 token_ids=list(request.prompt_token_ids),
             )
         )
+
+    def _admit(self) -> None:
+        """Lets sequences begin, as far as there is room, each from where it can."""
+        while (sequence := self._scheduler.admit()) is not None:
+            try:
+                self._begin_state(sequence)
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                self._end_with_failure(sequence, self._failure_of(error, 1))
+
+    def _begin_state(self, sequence: Sequence) -> None:
+        request, pages = sequence.request, self._model.pages
+        sequence.state = self._model.new_state()
+        if request.logits_path:
+            # They are wanted of all positions.
+            return
+        prompt, salt = request.prompt_token_ids, request.cache_salt
+        sequence.reuse = self._conversations.find(prompt, salt)
+        if (checkpoint := sequence.reuse.checkpoint) is not None:
+            self._workers.claim_context(pages.bytes_with(1))
+            checkpoint.restore(sequence.state, pages)
+        wanted = self._conversations.wanted(prompt, request.boundaries, salt)
+        sequence.wanted = [position for position in wanted if position > sequence.num_computed]
+
+    def _take_snapshots(self, works: list[Work]) -> None:
+        """Has those made that are wanted within a step."""
+        for work in works:
+            state = work.sequence.state
+            if state is not None and work.num_tokens > WINDOW_TOKENS:
+                inner = [position for position in work.sequence.wanted if work.start < position < work.stop]
+                work.snapshots.extend(Checkpoint(state, position) for position in inner)
+
+    def _keep_checkpoints(self, works: list[Work]) -> None:
+        """Keeps what a step has left of the prompts it has read."""
+        for work in works:
+            sequence, state = work.sequence, work.sequence.state
+            assert state is not None
+            taken = work.snapshots
+            for snapshot in taken:
+                snapshot.keep_pages(state)
+            last = work.start if work.num_tokens <= WINDOW_TOKENS else work.stop - 1
+            for position in sequence.wanted:
+                if last < position <= work.stop:
+                    taken.append(Checkpoint.of(state, position))
+            for checkpoint in taken:
+                self._conversations.keep(sequence.token_ids, checkpoint, sequence.request.cache_salt)
+            sequence.wanted = [position for position in sequence.wanted if position > work.stop]
 
     def _step(self, works: list[Work]) -> None:
         if not works:
@@ -266,7 +332,8 @@ class Engine:
             clock.started_at = clock.started_at or started
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
         try:
-            self._workers.claim_context(self._lengths_after(works))
+            self._workers.claim_context(self._context_bytes_after(works))
+            self._take_snapshots(works)
         except torch.AcceleratorError:
             raise
         except Exception as error:
@@ -286,6 +353,7 @@ class Engine:
             return
         ways.experts.end_step()
         self.num_steps += 1
+        self._keep_checkpoints(works)
         after = _Waits.of(ways)
         after.book_since(before, works)
         ngram_wait_s = after.ngram_s - before.ngram_s
@@ -300,11 +368,10 @@ class Engine:
             self._end_with_failure(sequence, failure)
         self._advance(works, result.choices, ngram_wait_s)
 
-    def _lengths_after(self, works: list[Work]) -> Iterator[int]:
-        """How long the sequences that have state will be after a step."""
-        stops = {work.sequence.request_id: work.stop for work in works}
-        for sequence in self._scheduler.running:
-            yield max(stops.get(sequence.request_id, 0), sequence.num_computed)
+    def _context_bytes_after(self, works: list[Work]) -> int:
+        """What keys and values take once there is room for a step."""
+        pages = self._model.pages
+        return pages.bytes_with(sum(work.num_new_pages() for work in works))
 
     def _end_failed_step(self, error: Exception, works: list[Work], ways: Ways, before: _Waits) -> None:
         """Ends the sequences of a step, each with what has gone wrong for it."""
@@ -327,6 +394,8 @@ class Engine:
             _log.error("a step of %d requests failed: %s", num_requests, error)
             return error
         if _is_out_of_memory(error):
+            # For whoever comes next.
+            self._conversations.clear()
             _log.error("a step of %d requests failed: %s", num_requests, error)
             return GenerationError(
                 "the device is out of memory; lower --max-context, --parallel or --prefill"
@@ -341,14 +410,19 @@ class Engine:
         now = time.monotonic()
         for sequence, logits in choices:
             try:
-                token_id = sequence.sampler.choose(logits)
+                choice = sequence.sampler.choose(logits)
             except ModelOutputError as error:
                 self._end_with_failure(sequence, error)
                 continue
-            sequence.token_ids.append(token_id)
+            sequence.token_ids.append(choice.token_id)
             sequence.clock.first_token_at = sequence.clock.first_token_at or now
             self._post(
-                TokenChunk(request_id=sequence.request_id, token_ids=[token_id], ngram_wait_s=ngram_wait_s)
+                TokenChunk(
+                    request_id=sequence.request_id,
+                    token_ids=[choice.token_id],
+                    logprobs=[choice.logprobs] if choice.logprobs is not None else [],
+                    ngram_wait_s=ngram_wait_s,
+                )
             )
         for work in works:
             sequence = work.sequence
@@ -366,16 +440,32 @@ class Engine:
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         self._scheduler.remove(sequence)
+        self._keep_end(sequence)
         self._last_busy = time.monotonic()
+        stop_reason = sequence.stop_reason if reason != "abort" else None
+        if stop_reason == REPETITION:
+            _log.warning(
+                "%s ended after %d tokens: the model repeats token %d over and over",
+                sequence.request_id,
+                sequence.num_output_tokens,
+                sequence.token_ids[-1],
+            )
         self._post(
             RequestFinished(
                 request_id=sequence.request_id,
                 finish_reason=reason,
+                stop_reason=stop_reason,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_output_tokens=sequence.num_output_tokens,
-                timings=sequence.clock.timings(time.monotonic()),
+                timings=sequence.timings(time.monotonic()),
             )
         )
+
+    def _keep_end(self, sequence: Sequence) -> None:
+        """Keeps what a sequence has computed, where it was not for its logits alone."""
+        if sequence.state is not None and sequence.reuse is not None:
+            salt = sequence.request.cache_salt
+            self._conversations.keep_end(sequence.token_ids, sequence.state, salt)
 
     def _fail(self, works: list[Work], failure: GenerationError) -> None:
         for work in works:
@@ -388,7 +478,7 @@ class Engine:
     def _end_with_failure(self, sequence: Sequence, failure: GenerationError) -> None:
         self._scheduler.remove(sequence)
         self._last_busy = time.monotonic()
-        self._post_failure(sequence.request_id, failure, sequence.clock.timings(time.monotonic()))
+        self._post_failure(sequence.request_id, failure, sequence.timings(time.monotonic()))
 
     def _post_failure(
         self, request_id: str, failure: GenerationError, timings: RequestTimings | None = None

@@ -128,7 +128,7 @@ def _open_recorder(context: ProcessContext[GpuWorkerConfig], config: Qwen4ExpCon
 def _prefill_tokens(
     context: ProcessContext[GpuWorkerConfig], config: Qwen4ExpConfig, placement: ExpertPlacement | None
 ) -> int:
-    settings, trained = context.config, config.context_length
+    settings = context.config
     setting = prefill_setting(settings.prefill)
     memory = read_memory().with_locked(held_by_stack(is_supervised=SUPERVISED_VARIABLE in os.environ))
     has_device = placement is not None and placement.memory.torch_device.type != "cpu"
@@ -140,7 +140,7 @@ def _prefill_tokens(
         placement.plan if placement is not None else None,
         max(0, memory.available - headroom_bytes(memory)),
         replace(rates, link=placement.link_bytes_s) if placement is not None else rates,
-        min(settings.max_context or trained, trained),
+        config.longest_sequence(settings.max_context),
     )
     if placement is not None:
         _log.info("prompts are read in chunks of %d tokens", tokens)

@@ -6,10 +6,11 @@ are read without stopping the streams that already run, and each step's size is 
 
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpu_worker.chunk_size import ChunkSize
 from gpu_worker.sequence import Sequence
+from gpu_worker.state.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,18 @@ class Work:
     sequence: Sequence
     start: int
     stop: int
+    snapshots: list[Checkpoint] = field(default_factory=list)
+    """Taken while it is computed."""
 
     @property
     def num_tokens(self) -> int:
         """How many tokens that is."""
         return self.stop - self.start
+
+    def num_new_pages(self) -> int:
+        """Pages of keys and values that the sequence needs for it and has not got."""
+        assert self.sequence.state is not None
+        return self.sequence.state.num_pages_for(self.stop)
 
     @property
     def reaches_end(self) -> bool:
@@ -75,10 +83,16 @@ class Scheduler:
         """The sequence of a request, running or waiting."""
         return next((sequence for sequence in self if sequence.request_id == request_id), None)
 
+    def admit(self) -> Sequence | None:
+        """The next sequence that begins, if there is room for one; it runs from now on, and is to get its
+        state."""
+        if not self._waiting or len(self._running) >= self._max_running:
+            return None
+        self._running.append(self._waiting.popleft())
+        return self._running[-1]
+
     def schedule(self) -> list[Work]:
         """The next step, decoding first; empty where there is nothing to do."""
-        while self._waiting and len(self._running) < self._max_running:
-            self._running.append(self._waiting.popleft())
         decode = [
             Work(sequence, sequence.num_computed, len(sequence.token_ids))
             for sequence in self._running

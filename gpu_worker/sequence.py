@@ -2,13 +2,25 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_worker.conversations import Reuse
 from gpu_worker.experts.counts import ExpertCounts, Way
 from gpu_worker.sampler import Sampler
 from gpu_worker.state.sequence_state import SequenceState
-from shared.messages import ExpertBytes, FileReads, GenerateRequest, RequestTimings, RouteCounts
+from shared.messages import (
+    REPETITION,
+    ExpertBytes,
+    FileReads,
+    GenerateRequest,
+    RequestTimings,
+    RouteCounts,
+)
+
+# One token that comes so many times in a row is no answer any more. A ruled line in a table is about 80.
+_MAX_REPEATS = 256
 
 
 @dataclass(slots=True)
@@ -128,7 +140,8 @@ class Clock:
 class Sequence:
     """A running or waiting request. `token_ids` are the prompt and what was generated so far.
 
-    `state` is made with the first step: it is large, and a waiting request has no use for it.
+    `state` is made when it begins: it is large, and a waiting request has no use for it. `reuse` is what it
+    goes on from then, `wanted` are positions of the prompt at which checkpoints are to be taken, rising.
     """
 
     request: GenerateRequest
@@ -136,6 +149,8 @@ class Sequence:
     clock: Clock
     token_ids: list[int] = field(default_factory=list)
     state: SequenceState | None = None
+    reuse: Reuse | None = None
+    wanted: list[int] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -157,6 +172,13 @@ class Sequence:
         """Tokens that are part of the model's state."""
         return self.state.position if self.state is not None else 0
 
+    def timings(self, now: float) -> RequestTimings:
+        """What is told of the request: its time until `now`, and what it did without computing."""
+        timings = self.clock.timings(now)
+        if self.reuse is None:
+            return timings
+        return msgspec.structs.replace(timings, num_reused=self.reuse.num_tokens, reuse_note=self.reuse.why)
+
     @property
     def is_prefilling(self) -> bool:
         """Whether part of the prompt has not been computed."""
@@ -165,9 +187,34 @@ class Sequence:
     @property
     def finish_reason(self) -> str | None:
         """Why the sequence is at its end, or None."""
-        if self.num_output_tokens and self.token_ids[-1] in self.request.eos_token_ids:
-            return "stop"
-        return "length" if self.num_output_tokens >= self.request.max_new_tokens else None
+        request = self.request
+        if self.num_output_tokens:
+            last = self.token_ids[-1]
+            if last in request.eos_token_ids or last in request.stop_token_ids:
+                return "stop"
+        if self.num_output_tokens >= request.max_new_tokens or self._is_degenerate:
+            return "length"
+        return None
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """What ended the sequence, where that is a stop token, or that it repeats itself; else None."""
+        request = self.request
+        if not self.num_output_tokens or self.token_ids[-1] in request.eos_token_ids:
+            return None
+        if self.token_ids[-1] in request.stop_token_ids:
+            return self.token_ids[-1]
+        is_full = self.num_output_tokens >= request.max_new_tokens
+        return REPETITION if self._is_degenerate and not is_full else None
+
+    @property
+    def _is_degenerate(self) -> bool:
+        """Whether the last tokens are all the same, and too many."""
+        if self.request.may_repeat or self.num_output_tokens < _MAX_REPEATS:
+            return False
+        last = self.token_ids[-1]
+        # Nearly always that is answered by the one before.
+        return self.token_ids[-2] == last and self.token_ids[-_MAX_REPEATS:].count(last) == _MAX_REPEATS
 
     def windows(self, start: int, stop: int, ngram_size: int) -> NDArray[np.int32]:
         """The n-gram windows of tokens `start` to `stop`: [tokens, ngram_size], own id first, -1 before the

@@ -114,12 +114,11 @@ def _batch(model: Qwen4Exp, works: Items[Work], torch_device: torch.device) -> B
     spans = []
     for work in works:
         sequence = work.sequence
-        if sequence.state is None:
-            sequence.state = model.new_state()
+        assert sequence.state is not None, "a sequence that runs has its state"
         start = len(token_ids)
         token_ids += sequence.token_ids[work.start : work.stop]
         positions += range(work.start, work.stop)
-        spans.append(Span(start, len(token_ids), sequence.state))
+        spans.append(Span(start, len(token_ids), sequence.state, work.snapshots))
     return Batch(_on(torch_device, token_ids), _on(torch_device, positions), spans)
 
 

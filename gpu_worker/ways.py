@@ -1,7 +1,7 @@
 """The rings of the other workers, and the ways that the model takes through them."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -120,19 +120,20 @@ class AttachedWorkers:
         if self._staging_ring is not None:
             yield f"the {Role.STAGER}, for experts, {self._staging_ring.describe()}"
 
-    def claim_context(self, lengths: Iterable[int]) -> None:
-        """Before a step: so long are the sequences after it."""
+    def claim_context(self, num_bytes: int) -> None:
+        """Before a step: so much do keys and values take after it."""
         if self._placement is not None and self.ways is not None:
-            self._placement.claim_context(lengths)
+            self._placement.claim_context(num_bytes)
 
-    def rest(self) -> None:
-        """There is nothing to compute: slots that were lent are filled again meanwhile."""
+    def rest(self, context_bytes: int) -> None:
+        """There is nothing to compute, and keys and values take so much: slots that were lent are filled
+        again meanwhile."""
         placement = self._placement
         if placement is None or not placement.cache.lent_bytes:
             return
         if self._transfers is not None and self._transfers.has_extra:
             self._transfers.set_extra(0)
-        placement.claim_context(())
+        placement.claim_context(context_bytes)
         placement.claim_work_space(0)
 
     @property

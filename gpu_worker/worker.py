@@ -4,6 +4,7 @@ import asyncio
 import logging
 from functools import partial
 
+from gpu_worker.conversations import ConversationCache
 from gpu_worker.device.choose import choose_torch_device
 from gpu_worker.engine import AbortAll, Engine
 from gpu_worker.experts.counts import ExpertFiles
@@ -15,9 +16,11 @@ from shared.arena import sweep_segments
 from shared.config import GpuWorkerConfig
 from shared.expert_blobs import BlobLayout
 from shared.link import LinkClient, LinkServer
+from shared.memory_budget import conversation_cache_bytes, read_memory
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
 from shared.process import ProcessContext, ProcessState, load_in_thread
+from shared.rope_scaling import ScalingType
 from shared.run_directory import Role
 from shared.tensor_catalog import NGRAM_TABLE, check_tensors
 from shared.topology import meeting_cpu
@@ -36,8 +39,11 @@ class GpuWorker:
 
     def __init__(self, context: ProcessContext[GpuWorkerConfig]) -> None:
         self._context = context
-        self._config = read_model_config(context.model, with_prediction=context.config.uses_prediction)
+        config = context.config
+        self._config = read_model_config(context.model, config, with_prediction=config.uses_prediction)
         check_tensors(context.model, self._config)
+        if shortfall := self._config.rope_scaling.shortfall(context.config.max_context):
+            _log.warning("%s", shortfall)
         self._torch_device = choose_torch_device(context.config.device)
         self._loop = asyncio.get_running_loop()
         self._is_loaded = asyncio.Event()
@@ -82,6 +88,8 @@ class GpuWorker:
             "parallel": self._context.config.parallel,
             "device": str(self._torch_device),
         }
+        if self._config.rope_scaling.type is not ScalingType.NONE:
+            capabilities["rope_scaling"] = self._config.rope_scaling.description
         if self._torch_device.type == "cpu" and self._loaded is not None:
             capabilities["kernels"] = self._loaded.kernels
         return capabilities
@@ -105,9 +113,8 @@ class GpuWorker:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence: what was asked for, but not more than the model was trained for."""
-        trained = self._config.context_length
-        return min(self._context.config.max_context or trained, trained)
+        """The longest sequence: what was asked for, but not more than the model is good for."""
+        return self._config.longest_sequence(self._context.config.max_context)
 
     async def _start_engine(self) -> tuple[Engine, PeerListener]:
         config = self._context.config
@@ -129,6 +136,10 @@ class GpuWorker:
             scheduler,
             self._post,
             workers,
+            ConversationCache(
+                loaded.model.pages,
+                conversation_cache_bytes(read_memory(), config.conversation_cache_mib),
+            ),
             cpu=meeting_cpu() if self._torch_device.type == "cpu" else None,
         )
         peers = PeerListener(

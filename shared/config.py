@@ -18,6 +18,7 @@ _MEMORY = "memory and disk"
 _PLACEMENT = "experts on the device"
 _NETWORK = "network"
 _CAPACITY = "capacity"
+_SCALING = "contexts beyond the trained length"
 _SAMPLING = "sampling defaults, for requests that do not say"
 _SPECULATION = "speculation"
 _COMPUTE = "devices and threads"
@@ -30,9 +31,12 @@ CPU_ACTIVATIONS = ("int16", "int8")
 PLE_IO = ("auto", "direct", "mmap", "ram")
 EXPERT_SETTINGS = ("auto", "resident", "mapped")
 SWAP_POLICIES = ("adaptive", "lru", "static")
+ROPE_SCALINGS = ("auto", "none", "linear", "yarn")
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """What this machine alone can reach."""
+
+DEFAULT_MAX_CONTEXT = 32768
 
 DEFAULT_PREFILL = 512
 """Tokens of a chunk without experts on the device."""
@@ -117,6 +121,15 @@ class CommonConfig:
         "lend slots of experts to large chunks as work space, until the prompt is read",
         group=_PLACEMENT,
     )
+    conversation_cache_mib: int | None = setting(
+        None,
+        "memory for conversations that are kept, so that the next turn reads only what is new; 0 keeps none "
+        "(default: a sixteenth of all memory, 2048 at most)",
+        group=_MEMORY,
+        unit="MiB",
+        minimum=0,
+        maximum=1 << 24,
+    )
     # Who keeps experts has to know too whether the prediction block is used.
     spec: int = setting(
         4,
@@ -156,8 +169,9 @@ class CapacityConfig(CommonConfig):
     """What the gateway and the gpu_worker have to agree on."""
 
     max_context: int = setting(
-        32768,
-        "longest prompt and answer together; 0 takes what the model was trained for",
+        DEFAULT_MAX_CONTEXT,
+        "longest prompt and answer together, up to what the model was trained for or --rope-scaling makes of "
+        "it; 0 takes all of that",
         group=_CAPACITY,
         unit="TOKENS",
         minimum=0,
@@ -223,6 +237,34 @@ class GatewayConfig(CapacityConfig):
     )
     min_p: float = setting(
         0.0, "drop tokens less likely than this share of the likeliest", group=_SAMPLING, minimum=0, maximum=1
+    )
+    typical_p: float = setting(
+        1.0,
+        "smallest set with this probability of tokens about as surprising as is to be expected; 1 is all",
+        group=_SAMPLING,
+        minimum=0.0001,
+        maximum=1,
+    )
+    presence_penalty: float = setting(
+        0.0, "taken from the logits of tokens that the answer has", group=_SAMPLING, minimum=-2, maximum=2
+    )
+    frequency_penalty: float = setting(
+        0.0, "likewise, once for each time", group=_SAMPLING, minimum=-2, maximum=2
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "divides positive logits, multiplies negative ones, of tokens that prompt or answer have; 1 is none",
+        group=_SAMPLING,
+        minimum=0.01,
+        maximum=10,
+    )
+    repeat_last_n: int = setting(
+        -1,
+        "tokens that the penalties look back at; -1 is all, 0 none",
+        group=_SAMPLING,
+        unit="N",
+        minimum=-1,
+        maximum=2**31 - 1,
     )
     seed: int | None = setting(
         None, "makes sampled answers repeatable; none draws a fresh one", group=_SAMPLING, unit="N", minimum=0
@@ -321,6 +363,55 @@ class GpuWorkerConfig(CapacityConfig):
         "file that is written with which experts each token chose, for `strata simulate`",
         group=_PLACEMENT,
         unit="FILE",
+    )
+    rope_scaling: str = setting(
+        ROPE_SCALINGS[0],
+        "how positions are scaled for longer contexts; auto is what the file says; yarn or linear change "
+        "outputs of short prompts too, so use them for contexts that need them only",
+        group=_SCALING,
+        choices=ROPE_SCALINGS,
+    )
+    rope_scale: float | None = setting(
+        None,
+        "how many times the trained length the context may have (default: what the file says)",
+        group=_SCALING,
+        unit="F",
+        minimum=1,
+        maximum=1024,
+    )
+    yarn_orig_ctx: int = setting(
+        0,
+        "context that the model was trained for; 0 is what the file says",
+        group=_SCALING,
+        unit="TOKENS",
+        minimum=0,
+        maximum=1 << 24,
+    )
+    yarn_attn_factor: float | None = setting(
+        None,
+        "multiplies YaRN's factor of cosines and sines, 0.1 ln(--rope-scale) + 1 (default: 1, or what the "
+        "file says)",
+        group=_SCALING,
+        minimum=0.01,
+        maximum=100,
+    )
+    yarn_beta_fast: float | None = setting(
+        None,
+        "dimensions that turn more often than this within the trained length are not stretched (default: "
+        "32, or what the file says)",
+        group=_SCALING,
+        unit="TURNS",
+        minimum=0.01,
+        maximum=1 << 24,
+    )
+    yarn_beta_slow: float | None = setting(
+        None,
+        "dimensions that turn less often than this within the trained length are stretched in full (default: "
+        "1, or what the file says)",
+        group=_SCALING,
+        unit="TURNS",
+        minimum=0.01,
+        maximum=1 << 24,
     )
     spec_min_p: float = setting(
         0.5,

@@ -31,6 +31,7 @@ COUNTED_CONTEXT_TOKENS = 8192
 SMALL_TABLE_BYTES = 64 << 20
 """An n-gram table of this size is loaded: the programs are larger."""
 _ROW_CACHE_PART, _LARGEST_ROW_CACHE = 32, 1 << 30
+_CONVERSATIONS_PART, _LARGEST_CONVERSATIONS = 16, 2 << 30
 # Rings, and what the steps of a model keep between layers.
 _BUFFERS_BYTES = 128 << 20
 
@@ -104,6 +105,14 @@ def row_cache_bytes(memory: Memory, table_bytes: int, ple_io: str, asked_bytes: 
     return min(memory.total // _ROW_CACHE_PART, _LARGEST_ROW_CACHE, 2 * table_bytes)
 
 
+def conversation_cache_bytes(memory: Memory, asked_mib: int | None) -> int:
+    """What kept conversations may take (`--conversation-cache-mib`): a sixteenth of all memory, but no more
+    than 2 GiB, unless that is not None."""
+    if asked_mib is not None:
+        return asked_mib << 20
+    return min(memory.total // _CONVERSATIONS_PART, _LARGEST_CONVERSATIONS)
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What the stack will take beside experts, in bytes."""
@@ -118,6 +127,8 @@ class Needs:
     """Programs, and what they keep in their own memory, beyond what they have already."""
     slots: int = 0
     """Slots of experts where RAM plays the memory of a device."""
+    conversations: int = 0
+    """Checkpoints of conversations, which are in RAM whatever device computes."""
     lent: int = 0
     """What RAM keeps of slots that are lent to prompts. Not in the total: where all experts are resident they
     are there already."""
@@ -127,7 +138,7 @@ class Needs:
     @property
     def total(self) -> int:
         """All of it, whether or not slots are lent."""
-        return self.dense + self.context + self.rows + self.processes + self.slots
+        return self.dense + self.context + self.conversations + self.rows + self.processes + self.slots
 
 
 def needs_of(
@@ -139,9 +150,11 @@ def needs_of(
     is_on_cuda: bool = False,
     slot_bytes: int = 0,
     lent_bytes: int = 0,
+    conversation_bytes: int = 0,
 ) -> Needs:
     """What a stack with this model will take, less what it has of that already; `row_bytes` for rows of the
-    n-gram table, `slot_bytes` for slots of experts that are in RAM, `lent_bytes` for those that are lent. A
+    n-gram table, `slot_bytes` for slots of experts that are in RAM, `lent_bytes` for those that are lent,
+    `conversation_bytes` for those that are kept. A
     model that runs on a CUDA device has its dense weights, keys and values there."""
     context = context_bytes(config, min(COUNTED_CONTEXT_TOKENS, config.context_length))
     return Needs(
@@ -152,6 +165,7 @@ def needs_of(
         # What processes have beyond their own is slots that are there already.
         slots=max(0, slot_bytes - max(0, held.private - _PROCESSES_BYTES)),
         lent=lent_bytes,
+        conversations=conversation_bytes,
         prediction=prediction_expert_bytes(model, config),
     )
 

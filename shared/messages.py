@@ -25,9 +25,12 @@ from msgspec import Meta
 from shared.arena import SegmentDescriptor
 
 # Raised with every change of a message or of a segment's meaning; peers of another number are refused.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+# The stop reason of an answer that is one token over and over. vLLM's word.
+REPETITION = "repetition_detected"
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -96,13 +99,27 @@ class Farewell(Message, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the next token is chosen. Temperature 0 is greedy whatever the rest says."""
+    """How the next token is chosen. Temperature 0 takes the likeliest after bias and penalties, whatever the
+    rest says."""
 
     temperature: float
     top_k: int
+    """0 is all."""
     top_p: float
     min_p: float
     seed: int
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    repeat_last_n: int = -1
+    """Tokens that penalties look back at; -1 is all, 0 none."""
+    logit_bias: list[tuple[TokenId, float]] = []
+    """What is added to the logit of each of these tokens, every one of which is here once."""
+    min_tokens: int = 0
+    """Before so many tokens none is chosen that would end the answer."""
+    num_top_logprobs: int | None = None
+    """How many of the likeliest tokens come with each; None for no log-probabilities at all."""
 
 
 class GenerateRequest(Message, frozen=True):
@@ -114,8 +131,18 @@ class GenerateRequest(Message, frozen=True):
     prompt_token_ids: list[TokenId]
     max_new_tokens: int
     eos_token_ids: list[TokenId]
+    """End the answer; none with `ignore_eos`."""
     sampling: Sampling
     logits_path: str = ""
+    boundaries: list[int] = []
+    """Positions of the prompt at which messages begin, if that is known: where others are likely to part from
+    it."""
+    cache_salt: str = ""
+    """What is kept of a conversation serves requests with the same salt only."""
+    stop_token_ids: list[TokenId] = []
+    """End it too, and are then named as its `stop_reason`."""
+    may_repeat: bool = False
+    """Whether one token may come any number of times in a row without ending the answer."""
 
 
 class AbortRequest(Message, frozen=True):
@@ -128,11 +155,22 @@ class AbortRequest(Message, frozen=True):
 # Answers: gpu_worker -> gateway.
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one token, natural logarithms: its own, and those of the likeliest tokens in its place, likeliest
+    first. They are the model's, as it computes them: without bias, penalties and temperature."""
+
+    logprob: float
+    top_token_ids: list[TokenId] = []
+    top_logprobs: list[float] = []
+
+
 class TokenChunk(Message, frozen=True):
     """gpu_worker -> gateway. New tokens of a request, in order."""
 
     request_id: str
     token_ids: list[TokenId]
+    logprobs: list[TokenLogprobs] = []
+    """One for each token where the request wants them, none where not."""
     ngram_wait_s: float = 0.0
     """How long the step that gave them waited for rows of the n-gram table."""
 
@@ -207,18 +245,25 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     expert_bytes: ExpertBytes = ExpertBytes()
     disk: list[FileReads] = []
     """Reads that steps waited for, one entry a file. What was staged before is in PromptStaged."""
+    num_reused: int = 0
+    """Tokens of the prompt that were not computed, since a conversation that begins so was kept."""
+    reuse_note: str = ""
+    """Why there were not more of them."""
     major_faults: int = 0
     """Of all workers during its steps: pages of mapped files that were waited for, one at a time."""
 
 
 class RequestFinished(Message, frozen=True):
-    """gpu_worker -> gateway. Last word about a request that ended well: eos, length or abort."""
+    """gpu_worker -> gateway. Last word about a request that ended well: `finish_reason` is "stop", "length"
+    or "abort"."""
 
     request_id: str
     finish_reason: str
     num_prompt_tokens: int
     num_output_tokens: int
     timings: RequestTimings
+    stop_reason: int | str | None = None
+    """The stop token that ended it, or `REPETITION` where it ended since it was degenerate."""
 
 
 class RequestFailed(Message, frozen=True):

@@ -11,9 +11,18 @@ from typing import TypeVar
 
 import numpy as np
 
+from shared.config import GpuWorkerConfig
 from shared.errors import UnsupportedModelError
 from shared.gguf.file import MetadataValue, StringArray
 from shared.gguf.model import GGUFModel
+from shared.rope_scaling import (
+    DEFAULT_BETA_FAST,
+    DEFAULT_BETA_SLOW,
+    RopeScaling,
+    ScalingType,
+    recommended_attention_factor,
+    with_settings,
+)
 
 ARCHITECTURE = "qwen4exp"
 
@@ -65,7 +74,6 @@ class Qwen4ExpConfig:
 
     num_layers: int
     num_prediction_layers: int
-    context_length: int
     vocab_size: int
     hidden: int
     num_streams: int
@@ -77,6 +85,7 @@ class Qwen4ExpConfig:
     head_dim: int
     rope_dim: int
     rope_base: float
+    rope_scaling: RopeScaling
     indexer: IndexerConfig
     # Of each layer, and of the prediction block behind them, which is an attention layer: both this and
     # `is_recurrent` have `num_expert_layers` entries.
@@ -109,6 +118,15 @@ class Qwen4ExpConfig:
         """Channels of the delta net's convolution: queries, keys and values."""
         return (2 * self.num_delta_key_heads + self.num_delta_value_heads) * self.delta_head_dim
 
+    @property
+    def context_length(self) -> int:
+        """The longest sequence: what the model was trained for, or what scaled positions are good for."""
+        return self.rope_scaling.context_length
+
+    def longest_sequence(self, max_context: int) -> int:
+        """The longest sequence where `--max-context` is this; 0 asks for all there is."""
+        return min(max_context or self.context_length, self.context_length)
+
     def without_prediction(self) -> "Qwen4ExpConfig":
         """The same model as if it had no prediction block."""
         return replace(
@@ -119,10 +137,14 @@ class Qwen4ExpConfig:
         )
 
 
-def read_model_config(model: GGUFModel, *, with_prediction: bool = True) -> Qwen4ExpConfig:
-    """Reads and checks the metadata. Without prediction the model is taken as one that has no prediction
-    block. Raises UnsupportedModelError naming file, key and value."""
-    config = _Reader(model).config()
+def read_model_config(
+    model: GGUFModel, settings: GpuWorkerConfig | None = None, *, with_prediction: bool = True
+) -> Qwen4ExpConfig:
+    """Reads and checks the metadata. With `settings`, they say how positions are scaled; who does without
+    must not need to know, nor how long a context may be. Without prediction the model is taken as one that
+    has no prediction block. Raises UnsupportedModelError naming file, key and value; ConfigError for settings
+    of the scaling that do not go together."""
+    config = _Reader(model).config(settings)
     return config if with_prediction else config.without_prediction()
 
 
@@ -133,7 +155,7 @@ class _Reader:
         self._model = model
         self._metadata: Mapping[str, MetadataValue] = model.metadata
 
-    def config(self) -> Qwen4ExpConfig:
+    def config(self, settings: GpuWorkerConfig | None) -> Qwen4ExpConfig:
         self._check_architecture()
         num_prediction_layers = self.integer("nextn_predict_layers", default=0)
         if num_prediction_layers > 1:
@@ -149,13 +171,14 @@ class _Reader:
             raise self._refused(
                 "attention.value_length", self._get("attention.value_length"), f"the key length, {head_dim}"
             )
-        self._check_rope()
+        rope_scaling = self._rope_scaling()
+        if settings is not None:
+            rope_scaling = with_settings(rope_scaling, settings)
         self._check_router()
         hidden = self.integer("embedding_length")
         config = Qwen4ExpConfig(
             num_layers=num_layers,
             num_prediction_layers=num_prediction_layers,
-            context_length=self.integer("context_length"),
             vocab_size=self._vocab_size(hidden),
             hidden=hidden,
             num_streams=self.integer("hyper_connection.count"),
@@ -166,6 +189,7 @@ class _Reader:
             head_dim=head_dim,
             rope_dim=self.integer("rope.dimension_count"),
             rope_base=self.positive("rope.freq_base"),
+            rope_scaling=rope_scaling,
             indexer=IndexerConfig(
                 num_heads=self.integer("attention.indexer.head_count"),
                 head_dim=self.integer("attention.indexer.key_length"),
@@ -204,8 +228,8 @@ class _Reader:
             raise self._refused(key, value, "a number")
         return float(value)
 
-    def positive(self, key: str) -> float:
-        value = self.number(key)
+    def positive(self, key: str, *, default: float | None = None) -> float:
+        value = self.number(key, default=default)
         if value <= 0:
             raise self._refused(key, value, "a number above 0")
         return value
@@ -254,10 +278,49 @@ class _Reader:
         interval = self.integer("full_attention_interval")
         return tuple((block + 1) % interval != 0 for block in range(num_blocks))
 
-    def _check_rope(self) -> None:
-        kind = self._metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
-        if not isinstance(kind, str) or kind != "none":
-            raise self._refused("rope.scaling.type", kind, "'none' (no scaling of positions)")
+    def _rope_scaling(self) -> RopeScaling:
+        """The keys are those of llama.cpp's converter."""
+        trained = self.integer("context_length")
+        has_factor = f"{ARCHITECTURE}.rope.scaling.factor" in self._metadata
+        # A factor without a type is linear to llama.cpp.
+        name = self._get("rope.scaling.type", "linear" if has_factor else "none")
+        if not isinstance(name, str) or name not in set(ScalingType):
+            raise self._refused("rope.scaling.type", name, f"{', '.join(map(repr, map(str, ScalingType)))}")
+        scaling, original = ScalingType(name), "rope.scaling.original_context_length"
+        if scaling is not ScalingType.YARN and self.number("rope.scaling.attn_factor", default=1.0) != 1:
+            attn_factor = self._get("rope.scaling.attn_factor")
+            raise self._refused("rope.scaling.attn_factor", attn_factor, "1, or the scaling type 'yarn'")
+        if scaling is ScalingType.NONE:
+            return RopeScaling(scaling, self.integer(original, default=trained))
+        factor = self.number("rope.scaling.factor")
+        if factor < 1:
+            raise self._refused("rope.scaling.factor", factor, "factors from 1 on")
+        if scaling is ScalingType.LINEAR:
+            # Checkpoints with linear scaling were tuned with it: the length they state includes the factor.
+            original_context = self.integer(original, default=max(1, int(trained / factor)))
+            return RopeScaling(scaling, original_context, factor)
+        return self._yarn(factor, self.integer(original, default=trained))
+
+    def _yarn(self, factor: float, original_context: int) -> RopeScaling:
+        # llama.cpp's mix of both kinds of frequencies beyond the ramp; below 0 is its way to say none.
+        extrapolation = self.number("rope.scaling.yarn_ext_factor", default=1.0)
+        if extrapolation >= 0 and extrapolation != 1:
+            raise self._refused("rope.scaling.yarn_ext_factor", extrapolation, "1 (the ramp as published)")
+        # Converters disagree about what it is a multiple of.
+        log_multiplier = self.number("rope.scaling.yarn_log_multiplier", default=0.0)
+        if log_multiplier:
+            raise self._refused("rope.scaling.yarn_log_multiplier", log_multiplier, "0 (none)")
+        # The converter writes transformers' `attention_factor` here, which stands in for the recommended one.
+        recommended = recommended_attention_factor(factor)
+        stated = self.positive("rope.scaling.yarn_attn_factor", default=recommended)
+        beta_fast = self.positive("rope.scaling.yarn_beta_fast", default=DEFAULT_BETA_FAST)
+        beta_slow = self.positive("rope.scaling.yarn_beta_slow", default=DEFAULT_BETA_SLOW)
+        if beta_fast <= beta_slow:
+            raise self._refused(
+                "rope.scaling.yarn_beta_fast", beta_fast, f"more than beta_slow, {beta_slow:g}"
+            )
+        multiplier = self.positive("rope.scaling.attn_factor", default=1.0) * stated / recommended
+        return RopeScaling(ScalingType.YARN, original_context, factor, multiplier, beta_fast, beta_slow)
 
     def _check_router(self) -> None:
         gating = self.integer("expert_gating_func", default=1)
@@ -337,6 +400,10 @@ class _Reader:
                 raise self._refused(
                     "rope.dimension_count", config.rope_dim, f"an even number up to {key}, {width}"
                 )
+        if config.rope_scaling.type is ScalingType.YARN and config.rope_base <= 1:
+            raise self._refused(
+                "rope.freq_base", config.rope_base, "bases above 1 where positions are scaled"
+            )
         for layer, ratio in enumerate(config.compress_ratios):
             if config.is_recurrent[layer]:
                 continue

@@ -53,7 +53,7 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
     with open_model(gateway.model, gateway.draft_model) as model:
-        config = read_model_config(model, with_prediction=gpu_worker.uses_prediction)
+        config = read_model_config(model, gpu_worker, with_prediction=gpu_worker.uses_prediction)
         check_tensors(model, config)
         if cpu_worker.experts == ExpertMode.RESIDENT:
             check_lock(model, config)

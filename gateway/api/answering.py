@@ -1,63 +1,26 @@
-"""From a prompt's token ids to the response: admission, generation, and either shape of answer.
+"""What surrounds an answer: the checks before it, what the gpu_worker is asked, and its figures after it."""
 
-Chat and text completions differ only in how their JSON looks, which a `Shape` knows.
-"""
-
-import asyncio
-import logging
-import secrets
-import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
 
-from gateway.admission import Place
+from gateway.api.sampling import sampling_of, sampling_of_answer, stop_token_ids_of
 from gateway.api.schema import GenerationFields
 from gateway.attribution import shares_of
-from gateway.error_responses import REQUEST_ID_HEADER, code_of, error_event
-from gateway.generation import Generation, Outcome
-from gateway.request_progress import RequestProgress
-from gateway.services import ARRIVED_AT, REQUEST_ID, SERVICES, Services
-from gateway.sse import EventStream, event_stream
+from gateway.generation import Outcome
+from gateway.services import Services
 from gateway.tokenizer import TooManyTokensError
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from shared.messages import FileReads, GenerateRequest, Sampling
+from shared.messages import FileReads, GenerateRequest
 
-_log = logging.getLogger(__name__)
-
-# How long an accepted request waits, at most at a time, for workers that are being restarted.
-_RECOVERY_TIMEOUT_S = 60.0
-_SEED_RANGE = 1 << 63
 # Prompts up to this many contexts long are counted exactly.
 _COUNTED_CONTEXTS = 4
 # Of a name that a client made up, in an error.
 _MAX_SHOWN_NAME = 100
 
 Encoded = TypeVar("Encoded")
-
-
-class Shape(Protocol):
-    """How an answer looks."""
-
-    def opening(self) -> dict[str, Any] | None:
-        """The chunk before any text, if there is one."""
-
-    def piece(self, text: str) -> dict[str, Any]:
-        """A chunk with text."""
-
-    def closing(self, outcome: Outcome) -> dict[str, Any]:
-        """The chunk that says how it ended."""
-
-    def usage(self) -> dict[str, Any]:
-        """A chunk without choices, to which usage is added."""
-
-    def whole(self, text: str, outcome: Outcome) -> dict[str, Any]:
-        """The answer in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,47 +42,24 @@ def check_model(name: str | None, services: Services) -> None:
         )
 
 
-def check_may_enter(services: Services) -> None:
-    """Raises what `answer` would raise now, before work is spent on a prompt that cannot be answered."""
-    _check_ready(services)
-    services.admission.check_room()
+def check_may_enter(services: Services, num_answers: int) -> None:
+    """Raises what `respond` would raise now, before work is spent on a prompt that cannot be answered."""
+    check_ready(services)
+    admission = services.admission
+    if num_answers > admission.capacity:
+        raise InvalidRequestError(
+            f"n is {num_answers}; this server holds {admission.capacity} answers at most, "
+            f"{services.config.parallel} that run (--parallel) and {services.config.queue_size} that wait "
+            "(--queue-size); ask for fewer at a time",
+            param="n",
+        )
+    admission.check_room(num_answers)
 
 
-def _check_ready(services: Services) -> None:
+def check_ready(services: Services) -> None:
+    """Raises ModelLoadingError while the workers are not there, unless the server is stopping anyway."""
     if not services.engine.is_ready and not services.admission.is_draining:
         raise services.engine.not_ready()
-
-
-async def answer(
-    request: web.Request, prompt: Prompt, body: GenerationFields, shape: Shape
-) -> web.StreamResponse:
-    """Generates and responds. Raises RequestError and GenerationError before the first byte only."""
-    services = request.app[SERVICES]
-    arrived_at = request[ARRIVED_AT]
-    generate = generate_request(request[REQUEST_ID], prompt.token_ids, body, services)
-    try:
-        _check_ready(services)
-        async with services.admission.enter() as place:
-            generation = Generation(generate, services.loaded_text().tokenizer, body.stop_strings)
-            job = _Job(services, prompt, generate, generation, body, shape, place, arrived_at)
-            progress = RequestProgress(services.admission, place, generation, arrived_at)
-            services.requests[generate.request_id] = progress
-            try:
-                services.engine.stage(generate.request_id, prompt.token_ids)
-                if not body.stream:
-                    return await job.whole()
-                headers = {REQUEST_ID_HEADER: generate.request_id}
-                interval_s = services.config.keepalive_interval_s
-                async with event_stream(request, headers, interval_s, progress.sentence) as stream:
-                    await job.streamed(stream)
-                return stream.response
-            finally:
-                services.engine.forget(generate.request_id)
-                del services.requests[generate.request_id]
-    except (asyncio.CancelledError, ConnectionError):
-        services.metrics.failed("client_closed")
-        _log.info("%s: the client left", generate.request_id)
-        raise
 
 
 def generate_request(
@@ -129,26 +69,39 @@ def generate_request(
     services: Services,
     min_answer_tokens: int = 1,
 ) -> GenerateRequest:
-    """What the gpu_worker is asked, with defaults filled in. Raises as `check_prompt` does."""
+    """What the gpu_worker is asked, with defaults filled in. Raises as `check_prompt` and `sampling_of`."""
     config, tokenizer = services.config, services.loaded_text().tokenizer
     check_prompt(prompt_token_ids, services, min_answer_tokens)
     room = services.engine.max_context - len(prompt_token_ids)
     limits = [limit for limit in (body.token_limit, config.max_new) if limit]
-    seed = body.seed if body.seed is not None else config.seed
+    ignores_eos = bool(body.ignore_eos)
     return GenerateRequest(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
         max_new_tokens=min([room, *limits]),
-        eos_token_ids=sorted(config.eos_ids or tokenizer.eos_token_ids),
-        sampling=Sampling(
-            temperature=body.temperature if body.temperature is not None else config.temperature,
-            # -1 is how some other servers say "all".
-            top_k=max(0, body.top_k) if body.top_k is not None else config.top_k,
-            top_p=body.top_p if body.top_p is not None else config.top_p,
-            min_p=body.min_p if body.min_p is not None else config.min_p,
-            seed=seed % _SEED_RANGE if seed is not None else secrets.randbelow(_SEED_RANGE),
-        ),
+        eos_token_ids=[] if ignores_eos else sorted(config.eos_ids or tokenizer.eos_token_ids),
+        stop_token_ids=stop_token_ids_of(body, tokenizer.num_tokens),
+        sampling=sampling_of(body, config, tokenizer.num_tokens),
+        # Who measures speed wants as many tokens as were asked for, whatever they are.
+        may_repeat=ignores_eos,
     )
+
+
+def requests_of_answers(
+    generate: GenerateRequest, body: GenerationFields, services: Services
+) -> list[GenerateRequest]:
+    """The requests of all answers that are wanted: of several, each has its place in its id and its seed."""
+    if body.num_answers == 1:
+        return [generate]
+    is_seeded = body.seed is not None or services.config.seed is not None
+    return [
+        msgspec.structs.replace(
+            generate,
+            request_id=f"{generate.request_id}-{index}",
+            sampling=sampling_of_answer(generate.sampling, index, is_seeded),
+        )
+        for index in range(body.num_answers)
+    ]
 
 
 def check_prompt(token_ids: list[int], services: Services, min_answer_tokens: int) -> None:
@@ -186,18 +139,23 @@ def _too_long(length: str, services: Services, min_answer_tokens: int = 1) -> Co
     max_context = services.engine.max_context
     answer = f", {min_answer_tokens} of them for the answer" if min_answer_tokens else ""
     is_set_lower = max_context == services.config.max_context
-    remedy = ", or raise --max-context" if is_set_lower else ": the model is made for no more"
+    remedy = (
+        ", or raise --max-context"
+        if is_set_lower
+        else ": the model is made for no more, unless --rope-scaling"
+    )
     return ContextLengthError(
         f"the prompt has {length} tokens, the context has room for {max_context}{answer}; shorten it{remedy}"
     )
 
 
-def usage_of(num_prompt_tokens: int, outcome: Outcome) -> dict[str, Any]:
-    """The `usage` object: true counts, the end-of-text token included."""
+def usage_of(num_prompt_tokens: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The `usage` object of all answers: true counts, end-of-text tokens included; the prompt once."""
+    num_output_tokens = sum(outcome.num_output_tokens for outcome in outcomes)
     return {
         "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": outcome.num_output_tokens,
-        "total_tokens": num_prompt_tokens + outcome.num_output_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
 
@@ -259,88 +217,3 @@ def _reads_of(reads: FileReads) -> dict[str, Any]:
         "bytes_n": reads.num_bytes,
         "wait_ms": round(1e3 * reads.wait_s, 3),
     }
-
-
-@dataclass(slots=True)
-class _Job:
-    """One request on its way through the stack."""
-
-    services: Services
-    prompt: Prompt
-    generate: GenerateRequest
-    generation: Generation
-    body: GenerationFields
-    shape: Shape
-    place: Place
-    arrived_at: float
-    timings: dict[str, Any] = field(default_factory=dict, init=False)
-
-    async def whole(self) -> web.Response:
-        """The answer in one JSON object."""
-        async with aclosing(self._text()) as text:
-            pieces = [piece async for piece in text]
-        outcome = self.generation.outcome
-        payload = self.shape.whole("".join(pieces), outcome)
-        return web.json_response(payload | self._usage(outcome) | {"timings": self.timings})
-
-    async def streamed(self, stream: EventStream) -> None:
-        """The answer as events. What fails from here on is an event too."""
-        try:
-            await self._stream_text(stream)
-        except ConnectionError:
-            raise
-        except Exception as error:
-            self.services.metrics.failed(code_of(error))
-            await stream.send(error_event(error, self.generate.request_id))
-        await stream.done()
-
-    async def _stream_text(self, stream: EventStream) -> None:
-        # The official format has a null usage on every chunk but the last where usage was asked for.
-        filler: dict[str, Any] = {"usage": None} if self.body.wants_usage_chunk else {}
-        opening = self.shape.opening()
-        if opening is not None:
-            await stream.send(opening | filler)
-        async with aclosing(self._text()) as text:
-            async for piece in text:
-                await stream.send(self.shape.piece(piece) | filler)
-        outcome = self.generation.outcome
-        await stream.send(self.shape.closing(outcome) | filler | {"timings": self.timings})
-        if self.body.wants_usage_chunk:
-            await stream.send(self.shape.usage() | self._usage(outcome))
-
-    async def _turn(self) -> None:
-        """Waits for the place: as long as it takes while the stack is well, a minute while it is not."""
-        engine, granted = self.services.engine, self.place.granted
-        while True:
-            await engine.wait_ready(_RECOVERY_TIMEOUT_S)
-            if granted.done():
-                granted.result()
-                return
-            await engine.while_ready(granted)
-
-    async def _text(self) -> AsyncGenerator[str, None]:
-        """Runs the generation, in its turn: the pieces of its text. Notes in metrics and log how it ended."""
-        engine, admission, generation = self.services.engine, self.services.admission, self.generation
-        queued_at = time.monotonic()
-        await self._turn()
-        generation.waited_s = time.monotonic() - queued_at
-        answers_of = engine.open(self.generate, partial(admission.give_back, self.place))
-        async with answers_of as answers, aclosing(generation.text(answers)) as text:
-            async for piece in text:
-                yield piece
-        self.services.metrics.finished(generation, self.arrived_at, self.prompt.tokenize_s)
-        outcome = generation.outcome
-        self.timings = timings_of(len(self.prompt.token_ids), outcome, self.prompt.tokenize_s)
-        self.services.last_timings = self.timings
-        _log.info(
-            "%s: %d prompt tokens, %d generated, %s, %.3f s to the first token, %.3f s in all",
-            self.generate.request_id,
-            len(self.prompt.token_ids),
-            outcome.num_output_tokens,
-            outcome.finish_reason,
-            (generation.first_token_at or self.arrived_at) - self.arrived_at,
-            time.monotonic() - self.arrived_at,
-        )
-
-    def _usage(self, outcome: Outcome) -> dict[str, Any]:
-        return {"usage": usage_of(len(self.prompt.token_ids), outcome)}

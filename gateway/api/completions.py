@@ -1,35 +1,41 @@
 """POST /v1/completions."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from gateway.answer_text import Piece, TokenEntry
 from gateway.api.answering import (
     Prompt,
-    answer,
     check_may_enter,
     check_model,
     encode_off_loop,
     max_counted_tokens,
 )
+from gateway.api.logprobs import completion_logprobs
+from gateway.api.responding import WholeAnswer, respond
 from gateway.api.schema import CompletionRequest, read_body, refuse_unsupported
 from gateway.generation import Outcome
 from gateway.services import BODY_BYTES, REQUEST_ID, SERVICES, Services
+from gateway.tokenizer import Tokenizer
 from shared.errors import InvalidRequestError
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """One continuation of a prompt, whole or streamed."""
+    """Continuations of a prompt, whole or streamed."""
     services = request.app[SERVICES]
     body, _ = await read_body(request, CompletionRequest, services)
     check_model(body.model, services)
     refuse_unsupported(body)
-    check_may_enter(services)
+    check_may_enter(services, body.num_answers)
     prompt = await _encode(body, services, request[BODY_BYTES])
-    shape = CompletionShape(f"cmpl-{request[REQUEST_ID]}", services.model_name, int(time.time()))
-    return await answer(request, prompt, body, shape)
+    answer_id, tokenizer = f"cmpl-{request[REQUEST_ID]}", services.loaded_text().tokenizer
+    num_top = body.num_top_logprobs or 0
+    shape = CompletionShape(answer_id, services.model_name, int(time.time()), tokenizer, num_top)
+    return await respond(request, prompt, body, shape)
 
 
 async def _encode(body: CompletionRequest, services: Services, num_bytes: int) -> Prompt:
@@ -64,28 +70,46 @@ def _single(prompt: str | list[Any]) -> str | list[int]:
 class CompletionShape:
     """Text completions, whole and in chunks."""
 
-    def __init__(self, answer_id: str, model_name: str, created: int) -> None:
+    def __init__(
+        self, answer_id: str, model_name: str, created: int, tokenizer: Tokenizer, num_top_logprobs: int
+    ) -> None:
         self._common = {"id": answer_id, "object": "text_completion", "created": created, "model": model_name}
+        self._tokenizer = tokenizer
+        self._num_top_logprobs = num_top_logprobs
 
-    def opening(self) -> None:
+    def opening(self, index: int) -> None:
         """Nothing comes before the text."""
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """A chunk with text."""
-        return self._with_choice(text, None)
+        return self._chunk(self._choice(index, piece.text, piece.entries or None))
 
-    def closing(self, outcome: Outcome) -> dict[str, Any]:
+    def closing(self, index: int, outcome: Outcome) -> dict[str, Any]:
         """The chunk that says how it ended."""
-        return self._with_choice("", outcome.finish_reason)
+        return self._chunk(self._choice(index, "", None) | _end(outcome))
 
     def usage(self) -> dict[str, Any]:
         """A chunk without choices."""
-        return self._common | {"choices": []}
+        return self._chunk()
 
-    def whole(self, text: str, outcome: Outcome) -> dict[str, Any]:
-        """The answer in one piece."""
-        return self._with_choice(text, outcome.finish_reason)
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+        """The answers in one piece."""
+        return self._chunk(
+            *(
+                self._choice(index, answer.text, answer.entries) | _end(answer.outcome)
+                for index, answer in enumerate(answers)
+            )
+        )
 
-    def _with_choice(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-        return self._common | {"choices": [choice]}
+    def _choice(self, index: int, text: str, entries: Sequence[TokenEntry] | None) -> dict[str, Any]:
+        logprobs = None
+        if entries is not None:
+            logprobs = completion_logprobs(entries, self._tokenizer, self._num_top_logprobs)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return self._common | {"choices": list(choices)}
+
+
+def _end(outcome: Outcome) -> dict[str, Any]:
+    return {"finish_reason": outcome.finish_reason, "stop_reason": outcome.stop_reason}

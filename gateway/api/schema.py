@@ -23,6 +23,11 @@ _MAX_STOP_STRINGS = 64
 # They are looked for in every answer, on the event loop.
 _MAX_STOP_LENGTH = 1000
 _MAX_INT = 2**31 - 1
+_MAX_STOP_TOKEN_IDS = 64
+# OpenAI's limit.
+_MAX_ANSWERS = 128
+# OpenAI allows 20 in chats and 5 in text completions.
+_MAX_TOP_LOGPROBS = 20
 _MAX_SHOWN = 40
 _MAX_NOTED_FIELDS = 50
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -31,6 +36,8 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.+)`")
 
 StopString = Annotated[str, Meta(min_length=1, max_length=_MAX_STOP_LENGTH)]
 TokenIds = list[Annotated[int, Meta(ge=0)]]
+AdditivePenalty = Annotated[float, Meta(ge=-2, le=2)]
+NumTopLogprobs = Annotated[int, Meta(ge=0, le=_MAX_TOP_LOGPROBS)]
 
 
 class StreamOptions(Struct):
@@ -52,31 +59,24 @@ class GenerationFields(Struct, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=_MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Accepted with the one value that means "not used"; see `refuse_unsupported`.
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    n: Annotated[int, Meta(ge=1, le=_MAX_ANSWERS)] | None = None
+    presence_penalty: AdditivePenalty | None = None
+    frequency_penalty: AdditivePenalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1, le=_MAX_INT)] | None = None
+    # Token ids as strings; checked by `gateway.api.sampling`, which knows the vocabulary.
     logit_bias: dict[str, float] | None = None
-    typical_p: float | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=_MAX_INT)] | None = None
+    stop_token_ids: Annotated[TokenIds, Meta(max_length=_MAX_STOP_TOKEN_IDS)] | None = None
+    # Accepted with the one value that means "not used"; see `refuse_unsupported`.
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     # Accepted and of no effect on the answer.
     user: str | None = None
 
     unsupported_unless: ClassVar[dict[str, tuple[object, ...]]] = {
-        "n": (1,),
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
-        "repetition_penalty": (1,),
-        "logit_bias": ({},),
-        "typical_p": (1,),
-        "ignore_eos": (False,),
-        "min_tokens": (0,),
-        "stop_token_ids": ([],),
         "modalities": (["text"],),
         "audio": (),
     }
@@ -97,6 +97,26 @@ class GenerationFields(Struct, kw_only=True):
     def token_limit(self) -> int | None:
         """The most tokens the client wants, or None."""
         return self.max_tokens
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers are wanted."""
+        return self.n if self.n is not None else 1
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """With how many others in its place each token's log-probability is wanted; None for none at all."""
+        return None
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for fields that contradict each other."""
+        limit = self.token_limit
+        if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, more than the {limit} tokens that the answer may have at "
+                "most; lower it, or raise max_tokens",
+                param="min_tokens",
+            )
 
 
 class TextPart(Struct):
@@ -121,7 +141,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumTopLogprobs | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
@@ -135,8 +155,6 @@ class ChatRequest(GenerationFields, kw_only=True):
 
     unsupported_unless: ClassVar[dict[str, tuple[object, ...]]] = {
         **GenerationFields.unsupported_unless,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
@@ -150,6 +168,19 @@ class ChatRequest(GenerationFields, kw_only=True):
         """The newer name wins where a client sends both."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Nothing without `logprobs`, whatever `top_logprobs` is."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for fields that contradict each other."""
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true", param="top_logprobs"
+            )
+
 
 class CompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/completions. The prompt is text or token ids; lists of prompts may hold one."""
@@ -158,16 +189,28 @@ class CompletionRequest(GenerationFields, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
-    logprobs: int | None = None
+    logprobs: NumTopLogprobs | None = None
 
     unsupported_unless: ClassVar[dict[str, tuple[object, ...]]] = {
         **GenerationFields.unsupported_unless,
         "echo": (False,),
         "suffix": ("",),
-        "best_of": (1,),
-        # Even 0 asks for the log-probability of the chosen token.
-        "logprobs": (),
     }
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Even 0 asks for the log-probability of the chosen token."""
+        return self.logprobs
+
+    def check(self) -> None:
+        """Raises InvalidRequestError for fields that contradict each other."""
+        super().check()
+        if self.best_of is not None and self.best_of != self.num_answers:
+            raise InvalidRequestError(
+                f"best_of is {self.best_of} and n is {self.num_answers}; only as many answers are generated "
+                "as are returned, so leave best_of out",
+                param="best_of",
+            )
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -228,9 +271,10 @@ async def read_body(
 
 
 def refuse_unsupported(body: GenerationFields) -> None:
-    """Raises InvalidRequestError for a field whose effect this version does not have.
+    """Raises InvalidRequestError for a field whose effect this version does not have, and for fields that
+    contradict each other.
 
-    Ignoring it would give an answer that looks right and is not what was asked for.
+    Ignoring one would give an answer that looks right and is not what was asked for.
     """
     for name, harmless in type(body).unsupported_unless.items():
         value = getattr(body, name)
@@ -241,6 +285,7 @@ def refuse_unsupported(body: GenerationFields) -> None:
                 param=name,
                 code="unsupported_parameter",
             )
+    body.check()
 
 
 def _checked(plain: dict[str, Any], kind: type[Body]) -> Body:

@@ -1,9 +1,7 @@
 """Experts on the device, for as long as the process lives: the cache, and how its experts are chosen."""
 
 import logging
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +13,7 @@ from gpu_worker.experts.expert_cache import ExpertCache
 from gpu_worker.experts.gauges import ExpertGauges
 from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.interface import ProgressReport
-from gpu_worker.state.sequence_state import storage_bytes
+from gpu_worker.state.pages import storage_bytes
 from shared.config import GpuWorkerConfig, expert_cache_slots
 from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
@@ -50,10 +48,8 @@ class WayRules:
     cpu_share: float | None = None
     skip_rank: int = 0
     borrows: bool = True
-    context_bytes: Callable[[int], int] = lambda num_tokens: 0
-    """What keys and values of a sequence of so many tokens take."""
     set_aside_bytes: int = 0
-    """What was set aside for them. Whatever more they take, slots yield."""
+    """What was set aside for keys and values. Whatever more they take, slots yield."""
 
 
 def _has_ram(num_bytes: int) -> bool:
@@ -97,12 +93,10 @@ class ExpertPlacement:
         """From which rank on a missed expert is left out now; 0 for none."""
         return skip_rank_at(self.cache.table.coverage, self.rules.skip_rank)
 
-    def claim_context(self, lengths: Iterable[int]) -> None:
-        """Sequences will be so long: what their keys and values need beyond what was set aside for them is
-        taken from the slots. Called between steps."""
-        rules = self.rules
-        needed = sum(rules.context_bytes(length) for length in lengths)
-        claimed = max(0, needed - rules.set_aside_bytes)
+    def claim_context(self, num_bytes: int) -> None:
+        """Keys and values will take so much: what they need beyond what was set aside for them is taken from
+        the slots. Called between steps."""
+        claimed = max(0, num_bytes - self.rules.set_aside_bytes)
         if claimed != self.cache.claims.get(_CONTEXT, 0):
             self.cache.claim(_CONTEXT, claimed)
 
@@ -223,7 +217,6 @@ def open_placement(
             cpu_share=settings.prefill_cpu_share,
             skip_rank=settings.route_tail_skip,
             borrows=settings.prefill_borrow,
-            context_bytes=partial(storage_bytes, config),
             set_aside_bytes=storage_bytes(config, _first_context(settings, config)),
         )
         policy = policy_named(
@@ -260,7 +253,7 @@ def wants_experts(settings: GpuWorkerConfig, torch_device: torch.device) -> bool
 
 def _first_context(settings: GpuWorkerConfig, config: Qwen4ExpConfig) -> int:
     """The tokens that memory for keys and values is set aside for at the start, of all requests together."""
-    longest = min(settings.max_context or config.context_length, config.context_length)
+    longest = config.longest_sequence(settings.max_context)
     return min(longest, KV_GROW_FIRST) if settings.kv_grow else longest
 
 

@@ -9,7 +9,7 @@ from gpu_worker.model.batch import Batch, Span
 from gpu_worker.model.hyper_connection import rms_norm
 from gpu_worker.model.indexer import Indexer
 from gpu_worker.model.rotary import Rotary, Rotation
-from gpu_worker.state.sequence_state import AttentionState
+from gpu_worker.state.pages import LayerStore
 from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
 
@@ -47,50 +47,48 @@ class Attention:
         outputs = []
         for span in batch.spans:
             rows = slice(span.start, span.stop)
-            state = span.state.attention[self._layer]
-            state.keys.append(key[rows])
-            state.values.append(value[rows])
+            store = span.state.attention[self._layer].store
+            first = span.position
+            places = span.state.rows(first + span.num_tokens)[first:]
+            store.keys[places] = key[rows]
+            store.values[places] = value[rows]
             if self._indexer is not None and index_keys is not None:
-                self._indexer.append_keys(index_keys[rows], state)
-            outputs.append(self._attend(query[rows], x[rows], rotation.rows(rows), span, state))
+                self._indexer.append_keys(index_keys[rows], span)
+            outputs.append(self._attend(query[rows], x[rows], rotation.rows(rows), span, store))
         mixed = torch.cat(outputs) * torch.sigmoid(gate)
         return self._out(mixed.flatten(1))
 
-    def _attend(
-        self, query: Tensor, x: Tensor, rotation: Rotation, span: Span, state: AttentionState
-    ) -> Tensor:
+    def _attend(self, query: Tensor, x: Tensor, rotation: Rotation, span: Span, store: LayerStore) -> Tensor:
         """One sequence's queries [tokens, heads, dim] over its cache -> [tokens, heads, dim]."""
         first, indexer = span.position, self._indexer
         index_queries = None
         if indexer is not None and indexer.drops_blocks(first + span.num_tokens - 1):
             index_queries = indexer.queries(x, rotation)
         if span.num_tokens > 1:
-            return self._many(query, index_queries, first, state)
-        keys, values = state.keys.rows, state.values.rows
+            return self._many(query, index_queries, span, store)
+        rows = span.state.rows(first + 1)
         if indexer is not None and index_queries is not None:
-            # Gathered, so that the cost does not grow with the context.
-            seen = indexer.seen_positions(index_queries, first, state)
-            keys, values = keys.index_select(0, seen), values.index_select(0, seen)
-        return one_query_attention(query, keys, values)
+            # Only those, so that the cost does not grow with the context.
+            rows = rows[indexer.seen_positions(index_queries, span)]
+        return one_query_attention(query, store.keys[rows], store.values[rows])
 
-    def _many(self, query: Tensor, index_queries: Tensor | None, first: int, state: AttentionState) -> Tensor:
-        """Queries at consecutive positions from `first` on, each over its own positions by a mask: all up to
-        its own, or where there are `index_queries` those that the indexer keeps."""
+    def _many(self, query: Tensor, index_queries: Tensor | None, span: Span, store: LayerStore) -> Tensor:
+        """The queries of a span, each over its own positions by a mask: all up to its own, or where there are
+        `index_queries` those that the indexer keeps."""
         outputs = []
-        step = max(1, _MAX_SCORES // (self._config.num_query_heads * state.keys.length))
+        first = span.position
+        rows = span.state.rows(first + span.num_tokens)
+        keys, values = store.keys[rows], store.values[rows]
+        step = max(1, _MAX_SCORES // (self._config.num_query_heads * len(rows)))
         for start in range(0, len(query), step):
             stop = min(start + step, len(query))
             length = first + stop
             if self._indexer is not None and index_queries is not None:
-                mask = self._indexer.seen_mask(index_queries[start:stop], first + start, state)
+                mask = self._indexer.seen_mask(index_queries[start:stop], first + start, span.state)
             else:
                 positions = torch.arange(length, device=query.device)
                 mask = positions <= positions[first + start :, None]
-            outputs.append(
-                masked_attention(
-                    query[start:stop], state.keys.rows[:length], state.values.rows[:length], mask
-                )
-            )
+            outputs.append(masked_attention(query[start:stop], keys[:length], values[:length], mask))
         return torch.cat(outputs)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gpu_worker.state.checkpoint import Checkpoint
 from gpu_worker.state.sequence_state import SequenceState
 
 
@@ -20,6 +21,9 @@ class Span:
     start: int
     stop: int
     state: SequenceState
+    snapshots: Sequence[Checkpoint] = ()
+    """To be filled in on the way, by rising position: each is that of a token of the span, but for the first,
+    and has one token pending, the one before. A span of a window has none."""
     is_prediction: bool = False
 
     @property
@@ -31,6 +35,11 @@ class Span:
     def position(self) -> int:
         """Of the first token."""
         return self.state.predicted if self.is_prediction else self.state.position
+
+    @property
+    def cuts(self) -> list[int]:
+        """Numbers of the tokens before which the snapshots are taken."""
+        return [snapshot.position - self.position for snapshot in self.snapshots]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ Per value head, with state S (key dim x value dim), decay l, rate b, key k, valu
 
     S <- l S;   d = b (v - S^T k);   S <- S + k d^T;   o = S^T q
 
-One token at a time that is the recurrence above (`recurrent_step`). For many tokens `chunked` computes the
-same in chunks: within a chunk the d of all tokens solve one triangular system, and the state is touched once.
+One token at a time that is the recurrence above. Many tokens are computed in chunks: within a chunk the d of
+all tokens solve one triangular system, and the state is touched once. The updates of the last tokens are kept
+back (`gpu_worker.state.sequence_state`).
 With G_i the sum of log decays up to token i, and S_0 the state before the chunk,
 
     d_i + b_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) d_j = b_i (v_i - exp(G_i) S_0^T k_i)
@@ -24,7 +25,7 @@ from gpu_worker.device.interface import Device
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.convolution import convolve, load_kernel
 from gpu_worker.model.hyper_connection import rms_norm
-from gpu_worker.state.sequence_state import DeltaState
+from gpu_worker.state.sequence_state import DeltaState, num_kept
 from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
 
@@ -60,10 +61,28 @@ class DeltaNet:
         for span in batch.spans:
             rows = slice(span.start, span.stop)
             state = span.state.delta[self._layer]
-            convolved, state.conv_inputs = convolve(qkv[rows], state.conv_inputs, self._kernel)
-            query, key, value = self._heads(convolved)
-            mix = recurrent_step if span.num_tokens == 1 else chunked
-            outputs.append(mix(query, key, value, rate[rows], log_decay[rows], state))
+            num_pending = span.state.num_pending
+            snapshots = [snapshot.delta[self._layer] for snapshot in span.snapshots]
+            cuts = span.cuts
+            earlier = [snapshot.conv_inputs for snapshot in snapshots]
+            convolved = convolve(
+                qkv[rows],
+                state.conv_inputs,
+                num_pending,
+                self._kernel,
+                snapshots=list(zip(cuts, earlier, strict=True)),
+            )
+            inputs = *self._heads(convolved), rate[rows], log_decay[rows]
+            start = 0
+            for cut, snapshot in zip(cuts, snapshots, strict=True):
+                settle(state, num_pending)
+                outputs.append(mix(state, 1, *(x[start:cut] for x in inputs)))
+                snapshot.matrices.copy_(state.matrices)
+                for of_state, of_snapshot in zip(state.updates, snapshot.updates, strict=True):
+                    of_snapshot.copy_(of_state[:1])
+                start, num_pending = cut, 1
+            settle(state, num_pending)
+            outputs.append(mix(state, num_kept(span.num_tokens), *(x[start:] for x in inputs)))
         mixed = rms_norm(torch.cat(outputs), self._norm, config.rms_epsilon)
         gate = torch.sigmoid(self._gate(x)).view(-1, heads, head_dim)
         return self._out((mixed * gate).flatten(1))
@@ -89,54 +108,77 @@ def _unit(x: Tensor, epsilon: float) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + epsilon)
 
 
-def recurrent_step(
-    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor, state: DeltaState
-) -> Tensor:
-    """One token. Shapes as in `chunked` with one token; updates the state in place."""
-    matrices = state.matrices
-    matrices.mul_(log_decay[0].exp()[:, None, None])
-    recalled = torch.bmm(key[0][:, None, :], matrices)[:, 0]
-    delta = rate[0][:, None] * (value[0] - recalled)
-    matrices.baddbmm_(key[0][:, :, None], delta[:, None, :])
-    return torch.bmm(query[0][:, None, :], matrices).transpose(0, 1)
+def settle(state: DeltaState, num_pending: int) -> None:
+    """Makes the updates of the pending tokens part of the matrices."""
+    for decay, key, delta in zip(
+        state.decays[:num_pending], state.keys[:num_pending], state.deltas[:num_pending], strict=True
+    ):
+        state.matrices.mul_(decay[:, None, None]).baddbmm_(key[:, :, None], delta[:, None, :])
 
 
-def chunked(
-    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor, state: DeltaState
+def mix(
+    state: DeltaState,
+    num_pending: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rate: Tensor,
+    log_decay: Tensor,
 ) -> Tensor:
-    """Many tokens: query, key, value [tokens, heads, head dim], rate and log_decay [tokens, heads] ->
-    [tokens, heads, head dim]; advances the state."""
+    """query, key, value [tokens, heads, head dim], rate and log_decay [tokens, heads] -> [tokens, heads,
+    head dim]. No token is pending before, so many of the last ones are then."""
+    num_settled = len(query) - num_pending
     outputs = []
-    for start in range(0, len(query), CHUNK_TOKENS):
-        rows = slice(start, start + CHUNK_TOKENS)
-        outputs.append(
-            _one_chunk(
-                query[rows].transpose(0, 1),
-                key[rows].transpose(0, 1),
-                value[rows].transpose(0, 1),
-                rate[rows].t()[:, :, None],
-                log_decay[rows].t().cumsum(1, dtype=torch.float64),
-                state,
-            )
+    for start in range(0, num_settled, CHUNK_TOKENS):
+        rows = slice(start, min(start + CHUNK_TOKENS, num_settled))
+        output, delta, total = _solved(
+            query[rows], key[rows], value[rows], rate[rows], log_decay[rows], state
         )
+        until_end = (total[:, -1:] - total).float().exp()[:, :, None]
+        update = (until_end * key[rows].transpose(0, 1)).transpose(1, 2) @ delta
+        state.matrices = total[:, -1:, None].float().exp() * state.matrices + update
+        outputs.append(output)
+    rows = slice(num_settled, None)
+    recur = _recurrent if len(query) == 1 else _solved
+    output, delta, _ = recur(query[rows], key[rows], value[rows], rate[rows], log_decay[rows], state)
+    state.decays[:num_pending] = log_decay[rows].exp()
+    state.keys[:num_pending] = key[rows]
+    state.deltas[:num_pending] = delta.transpose(0, 1)
+    outputs.append(output)
     return torch.cat(outputs, 1).transpose(0, 1)
 
 
-def _one_chunk(
-    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, total: Tensor, state: DeltaState
-) -> Tensor:
-    """[heads, tokens, dim] tensors of one chunk; `total` [heads, tokens] are the summed log decays, in
-    float64: a strong decay early in the chunk makes all sums large, and what counts is their differences."""
+def _recurrent(
+    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor, state: DeltaState
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_solved`, of one token."""
+    decay = log_decay[0].exp()[:, None]
+    both = torch.stack([key[0], query[0]], 1)
+    recalled, answered = torch.bmm(both, state.matrices).unbind(1)
+    delta = rate[0][:, None] * (value[0] - decay * recalled)
+    match = (query[0] * key[0]).sum(-1, keepdim=True)
+    output = decay * answered + match * delta
+    return output[:, None], delta[:, None], log_decay.t()
+
+
+def _solved(
+    query: Tensor, key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor, state: DeltaState
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and deltas [heads, tokens, head dim] of one chunk, which leaves the matrices as they are, and
+    the summed log decays [heads, tokens]."""
+    query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    rate = rate.t()[:, :, None]
+    # In float64: a strong decay early in the chunk makes all sums large, and what counts is their
+    # differences.
+    total = log_decay.t().cumsum(1, dtype=torch.float64)
     num_tokens = total.shape[1]
     before = state.matrices
     is_later = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=total.device).triu(1)
     between = (total[:, :, None] - total[:, None, :]).float().masked_fill(is_later, -torch.inf).exp()
-    until_end = between[:, -1, :, None]
     since_start = total.float().exp()[:, :, None]
     # The solver reads the strictly lower triangle and takes the diagonal as ones.
     system = rate * between * (key @ key.transpose(1, 2))
     wanted = rate * (value - since_start * (key @ before))
     delta = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    output: Tensor = since_start * (query @ before) + (between * (query @ key.transpose(1, 2))) @ delta
-    state.matrices = since_start[:, -1:] * before + (until_end * key).transpose(1, 2) @ delta
-    return output
+    output = since_start * (query @ before) + (between * (query @ key.transpose(1, 2))) @ delta
+    return output, delta, total

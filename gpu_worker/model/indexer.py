@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device.interface import Device
+from gpu_worker.model.batch import Span
 from gpu_worker.model.hyper_connection import rms_norm
 from gpu_worker.model.rotary import Rotary, Rotation
-from gpu_worker.state.sequence_state import AttentionState
+from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
 
@@ -21,6 +22,7 @@ class BlockChoice:
     """Which blocks are kept, in a layer of some compress ratio; knows no weights."""
 
     def __init__(self, layer: int, config: Qwen4ExpConfig) -> None:
+        self._layer = layer
         self.ratio = config.compress_ratios[layer]
         self.num_kept = config.indexer.token_budget // self.ratio
         self._head_dim = config.indexer.head_dim
@@ -29,26 +31,32 @@ class BlockChoice:
         """Whether a query at this position sees less than everything before it."""
         return (position + 1) // self.ratio > self.num_kept
 
-    def seen_positions(self, queries: Tensor, position: int, state: AttentionState) -> Tensor:
-        """The positions that one query [1, heads, indexer dim] at `position` sees: int64, rising."""
+    def _block_keys(self, num_blocks: int, state: SequenceState) -> Tensor:
+        """The keys of the first blocks: [blocks, indexer dim]."""
+        return state.attention[self._layer].store.block_keys[state.block_rows(num_blocks, self.ratio)]
+
+    def seen_positions(self, queries: Tensor, span: Span) -> Tensor:
+        """The positions that the query [1, heads, indexer dim] of a span of one token sees: int64, rising."""
+        position = span.position
         num_blocks = (position + 1) // self.ratio
-        blocks = self._best_blocks(queries, state.block_keys.rows[:num_blocks]).flatten().sort().values
+        blocks = self._best_blocks(queries, self._block_keys(num_blocks, span.state)).flatten().sort().values
         members = blocks[:, None] * self.ratio + torch.arange(self.ratio, device=blocks.device)
         tail = torch.arange(num_blocks * self.ratio, position + 1, device=blocks.device)
         return torch.cat([members.flatten(), tail])
 
-    def seen_mask(self, queries: Tensor, first_position: int, state: AttentionState) -> Tensor:
+    def seen_mask(self, queries: Tensor, first_position: int, state: SequenceState) -> Tensor:
         """What queries [n, heads, indexer dim] at consecutive positions from `first_position` on see: true
         where a query sees a position, [n, first_position + n]."""
         num_queries, device = len(queries), queries.device
         length = first_position + num_queries
         is_kept = torch.zeros(num_queries, length // self.ratio + 1, dtype=torch.bool, device=device)
+        block_keys = self._block_keys(length // self.ratio, state)
         start = 0
         while start < num_queries:
             num_blocks = (first_position + start + 1) // self.ratio
             # All queries up to the one that completes the next block see as many.
             stop = min(num_queries, (num_blocks + 1) * self.ratio - 1 - first_position)
-            best = self._best_blocks(queries[start:stop], state.block_keys.rows[:num_blocks])
+            best = self._best_blocks(queries[start:stop], block_keys[:num_blocks])
             is_kept[start:stop].scatter_(1, best, True)
             # The positions after the last complete block, as far as the query's own.
             is_kept[start:stop, num_blocks] = True
@@ -91,20 +99,34 @@ class Indexer(BlockChoice):
         """Raw keys of tokens x [tokens, hidden]: [tokens, indexer dim]."""
         return self._key(x)
 
-    def append_keys(self, raw_keys: Tensor, state: AttentionState) -> None:
-        """Takes the raw keys of the next tokens; finishes the pooled key of every block they complete."""
-        waiting = torch.cat([state.open_keys.rows, raw_keys])
+    def append_keys(self, raw_keys: Tensor, span: Span) -> None:
+        """Takes the raw keys of the tokens of a span; finishes the pooled key of every block they
+        complete."""
+        state = span.state
+        attention, first = state.attention[self._layer], span.position
+        ring = attention.raw_keys
+        num_blocks = first // self.ratio
+        is_open = torch.arange(num_blocks * self.ratio, first, device=ring.device) % len(ring)
+        waiting = torch.cat([ring[is_open], raw_keys])
         num_complete = len(waiting) // self.ratio
         if num_complete:
             members = waiting[: num_complete * self.ratio].view(num_complete, self.ratio, self._head_dim)
             pooled = rms_norm(members.mean(1), self._key_norm, self._epsilon)
-            first_block = state.block_keys.length
-            blocks = torch.arange(first_block, first_block + num_complete, device=pooled.device)
-            state.block_keys.append(self._rotary.at(blocks * self.ratio)(pooled[:, None])[:, 0])
-        state.open_keys.length = 0
-        state.open_keys.append(waiting[num_complete * self.ratio :])
+            blocks = torch.arange(num_blocks, num_blocks + num_complete, device=pooled.device)
+            rows = state.block_rows(num_blocks + num_complete, self.ratio)[num_blocks:]
+            attention.store.block_keys[rows] = self._rotary.at(blocks * self.ratio)(pooled[:, None])[:, 0]
+        for number, snapshot in zip(span.cuts, span.snapshots, strict=True):
+            snapshot.raw_keys[self._layer].copy_(ring)
+            _put(snapshot.raw_keys[self._layer], raw_keys[:number], first + number)
+        _put(ring, raw_keys, first + len(raw_keys))
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Indexer queries of tokens x [tokens, hidden]: [tokens, heads, indexer dim]."""
         heads = self._query(x).view(-1, self._num_heads, self._head_dim)
         return rotation(rms_norm(heads, self._query_norm, self._epsilon))
+
+
+def _put(ring: Tensor, raw_keys: Tensor, stop: int) -> None:
+    """Raw keys of the positions up to `stop`, as far as they have room."""
+    kept = raw_keys[-len(ring) :]
+    ring[torch.arange(stop - len(kept), stop, device=ring.device) % len(ring)] = kept

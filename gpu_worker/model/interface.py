@@ -44,7 +44,7 @@ class Trunk(Protocol):
 
     def forward(self, batch: Batch, experts: RoutedExperts, ngram: NgramFeatures | None) -> Tensor:
         """Computes the batch: streams [tokens, streams, hidden], valid until the next step. Advances the
-        state of its sequences, but for their positions."""
+        state of its sequences, which have room for it, but for `SequenceState.advance`."""
 
     def logits(self, streams: Tensor) -> Tensor:
         """streams [n, streams, hidden] -> [n, vocabulary], in memory of their own."""

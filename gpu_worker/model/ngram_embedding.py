@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device.interface import Device
-from gpu_worker.model.batch import Batch
+from gpu_worker.model.batch import Batch, Span
 from gpu_worker.model.convolution import convolve, load_kernel
 from gpu_worker.model.hyper_connection import rms_norm
-from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import NgramConfig, Qwen4ExpConfig
 from shared.tensor_catalog import block_prefix
 
@@ -45,14 +44,18 @@ class NgramEmbedding:
         gated = gate[:, :, None] * self._value(features)[:, None, :]
         conv_inputs = rms_norm(gated, self._conv_norm, config.rms_epsilon).flatten(1)
         convolved = torch.cat(
-            [self._convolve(conv_inputs[span.start : span.stop], span.state) for span in batch.spans]
+            [self._convolve(conv_inputs[span.start : span.stop], span) for span in batch.spans]
         )
         return streams + gated + convolved.view_as(streams)
 
-    def _convolve(self, inputs: Tensor, state: SequenceState) -> Tensor:
+    def _convolve(self, inputs: Tensor, span: Span) -> Tensor:
         """The convolution of one sequence, whose taps are one n-gram apart: [tokens, width]."""
-        assert state.ngram_conv_inputs is not None
-        convolved, state.ngram_conv_inputs = convolve(
-            inputs, state.ngram_conv_inputs, self._kernel, dilation=self._ngram.ngram_size
-        )
-        return convolved
+        state = span.state
+        assert state.ngram_inputs is not None
+        snapshots = [
+            (number, snapshot.ngram_inputs)
+            for number, snapshot in zip(span.cuts, span.snapshots, strict=True)
+            if snapshot.ngram_inputs is not None
+        ]
+        dilation = self._ngram.ngram_size
+        return convolve(inputs, state.ngram_inputs, state.num_pending, self._kernel, dilation, snapshots)

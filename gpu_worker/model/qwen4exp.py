@@ -5,6 +5,7 @@ from torch import Tensor
 from gpu_worker.device.interface import Device
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.interface import NgramFeatures, ProgressReport, RoutedExperts
+from gpu_worker.state.pages import PagePool
 from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import Qwen4ExpConfig
 
@@ -19,18 +20,21 @@ class Qwen4Exp:
         self.config = config
         self._device = device
         head_name = "output.weight" if has_own_head else "token_embd.weight"
+        self.pages = PagePool(config, device.torch_device)
         self._trunk = device.trunk(config, head_name, report)
 
     def new_state(self) -> SequenceState:
         """The state of a sequence that has not begun."""
-        return SequenceState(self.config, self._device.torch_device)
+        return SequenceState(self.config, self.pages)
 
     def forward(self, batch: Batch, experts: RoutedExperts, ngram: NgramFeatures | None) -> Tensor:
         """Computes the batch and advances its sequences by it: streams [tokens, streams, hidden], valid until
         the next step."""
+        for span in batch.spans:
+            span.state.reserve(span.state.position + span.num_tokens)
         streams = self._trunk.forward(batch, experts, ngram)
         for span in batch.spans:
-            span.state.position += span.num_tokens
+            span.state.advance(span.num_tokens)
         return streams
 
     def logits(self, streams: Tensor) -> Tensor:
@@ -52,6 +56,8 @@ class Qwen4Exp:
         of them is booked on the rows of this batch.
         """
         batch = batch.for_prediction()
+        for span in batch.spans:
+            span.state.reserve(span.position + span.num_tokens)
         predicted = self._trunk.predict(batch, streams, experts)
         for span in batch.spans:
             span.state.predicted += span.num_tokens

@@ -28,7 +28,7 @@ class TorchTrunk:
     ) -> None:
         self._num_streams = config.num_streams
         self._embedding = device.row_table("token_embd.weight")
-        self._rotary = Rotary(config.rope_dim, config.rope_base, device.torch_device)
+        self._rotary = Rotary(config.rope_dim, config.rope_base, config.rope_scaling, device.torch_device)
         self._ngram_layer = config.ngram.layer if config.ngram is not None else None
         self._ngram = NgramEmbedding(device, config, config.ngram) if config.ngram is not None else None
         self._layers = []

@@ -1,7 +1,8 @@
 """Gated attention as tasks: projections, norms and rotations, attention, output.
 
 A token's context is divided into a few parts, each of which keeps its largest score, the sum of its weights
-and its weighted values; a last task puts the parts of a head together (Dao et al., "Flash-Decoding", 2023).
+and its weighted values; then the parts of a head are put together (Dao et al., "Flash-Decoding", 2023). Where
+there are few tokens, threads take parts; where there are many, all parts of a head, with the same result.
 Within a part, positions are taken in blocks, with the softmax corrected from block to block (Milakov and
 Gimelshein, "Online normalizer calculation for softmax", 2018). Query heads that share a kv head are taken
 together, so that each key is read once.
@@ -14,12 +15,18 @@ import functools
 
 import numpy as np
 
-from gpu_worker.native.attention_span import ATTENTION_SPAN, SPAN_BYTES, span_at
+from gpu_worker.native.attention_span import (
+    ATTENTION_SPAN,
+    INDEXER_SNAPSHOT,
+    SPAN_BYTES,
+    row_of,
+    span_at,
+)
 from gpu_worker.native.indexer import NORMED_HEADS, Indexer, normalise, normalise_heads_task
 from gpu_worker.native.regions import region
 from gpu_worker.native.rotation import RotationTable, rotate
 from gpu_worker.native.script import Script
-from gpu_worker.native.spans import SpanRecords, StepSpans
+from gpu_worker.native.spans import NUM_PARTS, SnapshotRecords, SpanRecords, StepSpans
 from gpu_worker.native.streams import Written
 from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Workspace, multiply
@@ -62,6 +69,7 @@ ATTENTION = fields(
     "num_kv_heads",
     "dim",
     "num_parts",  # of the context of each token
+    "parts_per_item",  # all of them, which are then joined at once, or one
 )
 GATED = fields("values", "queries", "dim")
 
@@ -82,7 +90,8 @@ def _append_heads(params: int, start: int, stop: int, scratch: int) -> None:
         token = item // num_heads
         span = span_at(step.spans + integers_at(step.token_spans)[token] * SPAN_BYTES)
         position = span.position + token - span.start
-        place = (position * num_heads + item % num_heads) * dim * 4
+        row = row_of(span.pages, span.page_tokens, position)
+        place = (row * num_heads + item % num_heads) * dim * 4
         key, value = floats_at(span.keys + place), floats_at(span.values + place)
         new_value = floats_at(step.values + item * dim * 4)
         for i in range(dim):
@@ -179,96 +188,149 @@ def _add_weighted(
             put_second(second, i, get_second(second, i) + b * x)
 
 
+@jitable
+def _clear(group: int, dim: int, stride: int, maxima: Pointer, sums: Pointer, totals: int) -> None:
+    """Makes a part of so many heads empty; `stride` is that between heads, in parts."""
+    for head in range(group):
+        maxima[head * stride] = -np.float32(np.inf)
+        sums[head * stride] = np.float32(0)
+        total = floats_at(totals + head * stride * dim * 4)
+        for i in range(dim):
+            total[i] = np.float32(0)
+
+
+@jitable
+def _weigh(weights: Pointer, num_rows: int, dim: int, maxima: Pointer, sums: Pointer, total: Pointer) -> None:
+    """Makes weights of the scores [_BLOCK] of the next block of a part, whose largest score, sum of weights
+    and weighted values [dim] are at these places."""
+    before = maxima[0]
+    largest = before
+    for row in range(num_rows):
+        largest = weights[row] if weights[row] > largest else largest
+    block_sum = np.float32(0)
+    for row in range(num_rows):
+        weights[row] = exp(weights[row] - largest)
+    for row in range(num_rows):
+        block_sum += weights[row]
+    if largest > before:
+        correction = exp(before - largest)
+        for i in range(dim):
+            total[i] *= correction
+        sums[0] *= correction
+    sums[0] += block_sum
+    maxima[0] = largest
+
+
+@jitable
+def _join(num_parts: int, dim: int, maxima: Pointer, sums: Pointer, totals: int, out: Pointer) -> None:
+    """out [dim] of one head from its parts [num_parts], which lie one after the other."""
+    largest = -np.float32(np.inf)
+    for part in range(num_parts):
+        largest = maxima[part] if maxima[part] > largest else largest
+    total = np.float32(0)
+    for i in range(dim):
+        out[i] = np.float32(0)
+    for part in range(num_parts):
+        # A part without positions has the sum 0; one with NaN is never left out.
+        if sums[part] == 0:
+            continue
+        weight = exp(maxima[part] - largest)
+        total += weight * sums[part]
+        values = floats_at(totals + part * dim * 4)
+        for i in range(dim):
+            out[i] += weight * values[i]
+    scale = np.divide(np.float32(1), total)
+    for i in range(dim):
+        out[i] *= scale
+
+
 def _attend_parts(params: int, start: int, stop: int, scratch: int) -> None:
     step = _attention_at(params)
     dim, num_kv_heads, ratio, num_kept = step.dim, step.num_kv_heads, step.ratio, step.num_kept
-    num_query_heads, num_parts = step.num_query_heads, step.num_parts
+    num_query_heads, num_parts, parts_per_item = step.num_query_heads, step.num_parts, step.parts_per_item
+    items_per_head = num_parts // parts_per_item
     group = num_query_heads // num_kv_heads
     scale = np.float32(1) / np.sqrt(np.float32(dim))
     keys, values = integers_at(scratch), integers_at(scratch + _BLOCK * 8)
     # Scores, then weights [group, _BLOCK], with room for a partner of the last head.
     weights_at = scratch + _BLOCK * 16
     unused = weights_at + (group + 1) * _BLOCK * 4
+    own_maxima = unused + dim * 4
+    own_sums = own_maxima + group * num_parts * 4
+    own_totals = own_sums + group * num_parts * 4
     for item in range(start, stop):
-        token = item // (num_parts * num_kv_heads)
-        kv_head, part = item // num_parts % num_kv_heads, item % num_parts
+        token = item // (items_per_head * num_kv_heads)
+        kv_head, first_part = item // items_per_head % num_kv_heads, item % items_per_head * parts_per_item
         span = span_at(step.spans + integers_at(step.token_spans)[token] * SPAN_BYTES)
+        pages, page_tokens, all_keys, all_values = span.pages, span.page_tokens, span.keys, span.values
         position = span.position + token - span.start
         num_seen = _num_seen(position, ratio, num_kept)
         size = max(_MIN_PART, (num_seen + num_parts - 1) // num_parts)
-        first, last = min(part * size, num_seen), min((part + 1) * size, num_seen)
         chosen = integers_at(step.chosen + token * num_kept * 8)
         first_head = token * num_query_heads + kv_head * group
+        queries = step.queries + first_head * 2 * dim * 4
+        # Whoever computes all parts of a head keeps them to itself.
+        maxima_at, sums_at, totals_at = own_maxima, own_sums, own_totals
+        if items_per_head > 1:
+            place = first_head * num_parts * 4
+            maxima_at, sums_at = step.part_maxima + place, step.part_sums + place
+            totals_at = step.part_values + place * dim
+        for part in range(first_part, first_part + parts_per_item):
+            maxima, sums, totals = maxima_at + part * 4, sums_at + part * 4, totals_at + part * dim * 4
+            _clear(group, dim, num_parts, floats_at(maxima), floats_at(sums), totals)
+            last = min((part + 1) * size, num_seen)
+            for block in range(min(part * size, num_seen), last, _BLOCK):
+                num_rows = min(_BLOCK, last - block)
+                for row in range(num_rows):
+                    seen = _seen_position(block + row, position, num_seen, ratio, num_kept, chosen)
+                    offset = (row_of(pages, page_tokens, seen) * num_kv_heads + kv_head) * dim * 4
+                    keys[row], values[row] = all_keys + offset, all_values + offset
+                _score(queries, group, keys, num_rows, dim, scale, floats_at(weights_at))
+                for head in range(group):
+                    place = head * num_parts * 4
+                    _weigh(
+                        floats_at(weights_at + head * _BLOCK * 4),
+                        num_rows,
+                        dim,
+                        floats_at(maxima + place),
+                        floats_at(sums + place),
+                        floats_at(totals + place * dim),
+                    )
+                for head in range(0, group, 2):
+                    # The last of an odd number has a partner that nobody looks at.
+                    total = totals + head * num_parts * dim * 4
+                    partner = total + num_parts * dim * 4 if head + 1 < group else unused
+                    weights = floats_at(weights_at + head * _BLOCK * 4)
+                    _add_weighted(floats_at(total), floats_at(partner), weights, values, num_rows, dim)
+        if items_per_head > 1:
+            continue
         for head in range(group):
-            place = (first_head + head) * num_parts + part
-            floats_at(step.part_maxima)[place] = -np.float32(np.inf)
-            floats_at(step.part_sums)[place] = np.float32(0)
-            total = floats_at(step.part_values + place * dim * 4)
-            for i in range(dim):
-                total[i] = np.float32(0)
-        queries = step.queries + (token * num_query_heads + kv_head * group) * 2 * dim * 4
-        for block in range(first, last, _BLOCK):
-            num_rows = min(_BLOCK, last - block)
-            for row in range(num_rows):
-                seen = _seen_position(block + row, position, num_seen, ratio, num_kept, chosen)
-                offset = (seen * num_kv_heads + kv_head) * dim * 4
-                keys[row], values[row] = span.keys + offset, span.values + offset
-            _score(queries, group, keys, num_rows, dim, scale, floats_at(weights_at))
-            for head in range(group):
-                place = (first_head + head) * num_parts + part
-                weights = floats_at(weights_at + head * _BLOCK * 4)
-                before = floats_at(step.part_maxima)[place]
-                largest = before
-                for row in range(num_rows):
-                    largest = weights[row] if weights[row] > largest else largest
-                block_sum = np.float32(0)
-                for row in range(num_rows):
-                    weights[row] = exp(weights[row] - largest)
-                for row in range(num_rows):
-                    block_sum += weights[row]
-                if largest > before:
-                    correction = exp(before - largest)
-                    total = floats_at(step.part_values + place * dim * 4)
-                    for i in range(dim):
-                        total[i] *= correction
-                    floats_at(step.part_sums)[place] *= correction
-                floats_at(step.part_sums)[place] += block_sum
-                floats_at(step.part_maxima)[place] = largest
-            for head in range(0, group, 2):
-                # The last of an odd number has a partner that nobody looks at.
-                total = step.part_values + ((first_head + head) * num_parts + part) * dim * 4
-                partner = total + num_parts * dim * 4 if head + 1 < group else unused
-                weights = floats_at(weights_at + head * _BLOCK * 4)
-                _add_weighted(floats_at(total), floats_at(partner), weights, values, num_rows, dim)
+            place = head * num_parts * 4
+            _join(
+                num_parts,
+                dim,
+                floats_at(own_maxima + place),
+                floats_at(own_sums + place),
+                own_totals + place * dim,
+                floats_at(step.out + (first_head + head) * dim * 4),
+            )
 
 
 def _join_parts(params: int, start: int, stop: int, scratch: int) -> None:
     step = _attention_at(params)
     dim, num_parts = step.dim, step.num_parts
+    if step.parts_per_item == num_parts:
+        return
     for item in range(start, stop):
-        out = floats_at(step.out + item * dim * 4)
-        maxima, sums = (
-            floats_at(step.part_maxima + item * num_parts * 4),
-            floats_at(step.part_sums + item * num_parts * 4),
+        place = item * num_parts * 4
+        _join(
+            num_parts,
+            dim,
+            floats_at(step.part_maxima + place),
+            floats_at(step.part_sums + place),
+            step.part_values + place * dim,
+            floats_at(step.out + item * dim * 4),
         )
-        largest = -np.float32(np.inf)
-        for part in range(num_parts):
-            largest = maxima[part] if maxima[part] > largest else largest
-        total = np.float32(0)
-        for i in range(dim):
-            out[i] = np.float32(0)
-        for part in range(num_parts):
-            # A part without positions has the sum 0; one with NaN is never left out.
-            if sums[part] == 0:
-                continue
-            weight = exp(maxima[part] - largest)
-            total += weight * sums[part]
-            values = floats_at(step.part_values + (item * num_parts + part) * dim * 4)
-            for i in range(dim):
-                out[i] += weight * values[i]
-        scale = np.divide(np.float32(1), total)
-        for i in range(dim):
-            out[i] *= scale
 
 
 def _gate_heads(params: int, start: int, stop: int, scratch: int) -> None:
@@ -342,6 +404,7 @@ class Attention:
             workspace.floats("part sums", heads, spans.max_parts),
         )
         self._records = SpanRecords(ATTENTION_SPAN, workspace.capacity)
+        self._snapshots = SnapshotRecords(INDEXER_SNAPSHOT)
         self._attending: list[Record] = []
         if self.indexer is not None:
             self.indexer.build(workspace, spans, self._records.records)
@@ -405,6 +468,7 @@ class Attention:
             num_query_heads=config.num_query_heads,
             num_kv_heads=config.num_kv_heads,
             dim=config.head_dim,
+            num_parts=NUM_PARTS,
         )
         if indexer is not None:
             params["chosen"] = address_of(indexer.chosen)
@@ -438,29 +502,36 @@ class Attention:
         """Takes the spans of the next step. Whether some of their tokens choose blocks."""
         indexer, step = self.indexer, self._spans
         last_position = 0
+        self._snapshots.begin()
         for number, span in enumerate(step.all):
-            state, position = span.state.attention[self._layer], span.position
-            length = position + span.num_tokens
-            last_position = max(last_position, length - 1)
-            keys, values = state.keys.reserve(length), state.values.reserve(length)
-            block_keys = open_keys = 0
-            if indexer is not None:
-                block_keys = state.block_keys.reserve(length // indexer.choice.ratio)
-                open_keys = state.open_keys.reserve(indexer.choice.ratio)
-            caches = keys, values, block_keys, open_keys, state.open_keys.length
-            self._records.put(number, (span.start, span.num_tokens, position, *caches))
+            state, position = span.state, span.position
+            attention = state.attention[self._layer]
+            store, ring = attention.store, attention.raw_keys
+            last_position = max(last_position, position + span.num_tokens - 1)
+            self._records.put(
+                number,
+                (
+                    span.start,
+                    span.num_tokens,
+                    position,
+                    address_of(state.page_numbers),
+                    state.page_tokens,
+                    store.keys.data_ptr(),
+                    store.values.data_ptr(),
+                    store.block_keys.data_ptr(),
+                    ring.data_ptr(),
+                    len(ring),
+                    *self._snapshots.put(
+                        [
+                            (cut, snapshot.raw_keys[self._layer].data_ptr())
+                            for cut, snapshot in zip(span.cuts, span.snapshots, strict=True)
+                        ]
+                    ),
+                ),
+            )
         for params in self._attending:
-            params["num_parts"] = step.parts_per_token
+            params["parts_per_item"] = NUM_PARTS // step.parts_per_token
         if indexer is None or not indexer.choice.drops_blocks(last_position):
             return False
         indexer.begin((last_position + 1) // indexer.choice.ratio)
         return True
-
-    def end(self) -> None:
-        """What the tasks wrote into the caches counts from now on."""
-        ratio = self._config.compress_ratios[self._layer]
-        for span in self._spans.all:
-            state, length = span.state.attention[self._layer], span.position + span.num_tokens
-            state.keys.length = state.values.length = length
-            if ratio:
-                state.block_keys.length, state.open_keys.length = divmod(length, ratio)

@@ -1,7 +1,7 @@
 """The causal convolution over each channel: one token at a time, and the history that a span leaves.
 
 Tokens are independent of each other as long as the history stays as it was before the span, so it is moved on
-in a step of its own.
+in a step of its own. What a history is, pending tokens included, is in `gpu_worker.state.sequence_state`.
 """
 
 import functools
@@ -15,7 +15,15 @@ from shared.quants.jit import compile_task, jitable
 CONVOLVED_SPAN = fields(
     "start",  # first token of the step
     "num_tokens",
-    "history",  # f32 [reach, channels]: the inputs before the span, oldest first
+    "history",  # f32 [reach + kept tokens, channels]
+    "num_pending",  # of these before the span
+    "num_kept",  # of the tokens of the span
+    "snapshots",  # CONVOLVED_SNAPSHOT [num_snapshots]
+    "num_snapshots",
+)
+CONVOLVED_SNAPSHOT = fields(
+    "number",  # of the token in the span that it is before
+    "history",  # f32 [reach + 1, channels]: with the inputs of the token before
 )
 HISTORIES = fields(
     "spans",  # CONVOLVED_SPAN [num_spans]
@@ -24,8 +32,10 @@ HISTORIES = fields(
     "channels",
 )
 SPAN_BYTES = CONVOLVED_SPAN.itemsize
+_SNAPSHOT_BYTES = CONVOLVED_SNAPSHOT.itemsize
 
 convolved_span_at = reader(CONVOLVED_SPAN)
+_snapshot_at = reader(CONVOLVED_SNAPSHOT)
 _histories_at = reader(HISTORIES)
 
 get_input, _ = region(0)
@@ -64,18 +74,39 @@ def convolve(
         put_out(out, i, silu(get_out(out, i)))
 
 
+@jitable
+def history_of(history: int, num_pending: int, channels: int) -> int:
+    """The address of the inputs before a span, oldest first. Compiled code only."""
+    return history + num_pending * channels * 4
+
+
+@jitable
+def _copy_history(
+    to: Pointer, history: Pointer, inputs: Pointer, first: int, count: int, reach: int, channels: int
+) -> None:
+    """Rows from the `first` on, of the history [reach, channels] and the inputs behind it. Where `to` is in
+    the memory of the history, it is no later than the first row."""
+    for row in range(count):
+        source = first + row
+        rows = history if source < reach else inputs
+        at = (source if source < reach else source - reach) * channels
+        for i in range(channels):
+            to[row * channels + i] = rows[at + i]
+
+
 def _advance_histories(params: int, start: int, stop: int, scratch: int) -> None:
     step = _histories_at(params)
     channels, reach = step.channels, step.reach
     for item in range(start, stop):
         span = convolved_span_at(step.spans + item * SPAN_BYTES)
-        history, inputs = floats_at(span.history), floats_at(step.inputs + span.start * channels * 4)
-        for row in range(reach):
-            source = row + span.num_tokens
-            rows = history if source < reach else inputs
-            first = (source if source < reach else source - reach) * channels
-            for i in range(channels):
-                history[row * channels + i] = rows[first + i]
+        inputs = floats_at(step.inputs + span.start * channels * 4)
+        history = floats_at(history_of(span.history, span.num_pending, channels))
+        for number in range(span.num_snapshots):
+            snapshot = _snapshot_at(span.snapshots + number * _SNAPSHOT_BYTES)
+            to, first = floats_at(snapshot.history), snapshot.number - 1
+            _copy_history(to, history, inputs, first, reach + 1, reach, channels)
+        to, first = floats_at(span.history), span.num_tokens - span.num_kept
+        _copy_history(to, history, inputs, first, reach + span.num_kept, reach, channels)
 
 
 @functools.cache

@@ -16,22 +16,25 @@ import math
 import numpy as np
 
 from gpu_worker.native.convolution import (
+    CONVOLVED_SNAPSHOT,
     CONVOLVED_SPAN,
     HISTORIES,
     SPAN_BYTES,
     advance_histories_task,
     convolve,
     convolved_span_at,
+    history_of,
 )
 from gpu_worker.native.regions import region
 from gpu_worker.native.script import Script
-from gpu_worker.native.spans import SpanRecords, StepSpans
+from gpu_worker.native.spans import SnapshotRecords, SpanRecords, StepSpans
 from gpu_worker.native.streams import Written
 from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Workspace, multiply
+from gpu_worker.state.sequence_state import num_kept
 from shared.model_config import Qwen4ExpConfig
 from shared.native.arithmetic import Pointer, dot, sigmoid, sum_of_squares
-from shared.native.memory import floats_at, integers_at
+from shared.native.memory import floats_at, integers_at, load
 from shared.native.records import fields, reader, record
 from shared.quants.jit import compile_task, jitable, jitable_sum
 from shared.tensor_catalog import block_prefix
@@ -39,7 +42,21 @@ from shared.tensor_catalog import block_prefix
 DELTA_SPAN = fields(
     "start",  # first token
     "num_tokens",
+    "num_pending",  # before the span
+    "num_kept",  # of the tokens of the span
     "matrices",  # f32 [value heads, head_dim, head_dim]
+    "decays",  # f32 [pending, value heads]
+    "keys",  # f32 [pending, value heads, head_dim]
+    "deltas",  # f32 [pending, value heads, head_dim]
+    "snapshots",  # DELTA_SNAPSHOT [num_snapshots]
+    "num_snapshots",
+)
+DELTA_SNAPSHOT = fields(
+    "number",  # of the token in the span that it is before
+    "matrices",  # without the update of the token before
+    "decays",  # f32 [value heads]: that update
+    "keys",  # f32 [value heads, head_dim]
+    "deltas",  # f32 [value heads, head_dim]
 )
 CONVOLUTION = fields(
     "spans",  # CONVOLVED_SPAN [num_spans]
@@ -72,9 +89,10 @@ OUTPUT = fields(
     "head_dim",
     epsilon=np.float32,
 )
-_DELTA_SPAN_BYTES = DELTA_SPAN.itemsize
+_DELTA_SPAN_BYTES, _SNAPSHOT_BYTES = DELTA_SPAN.itemsize, DELTA_SNAPSHOT.itemsize
 
 _span_at = reader(DELTA_SPAN)
+_snapshot_at = reader(DELTA_SNAPSHOT)
 _convolution_at = reader(CONVOLUTION)
 _recurrence_at = reader(RECURRENCE)
 _output_at = reader(OUTPUT)
@@ -102,7 +120,7 @@ def _convolve_heads(params: int, start: int, stop: int, scratch: int) -> None:
         out = floats_at(step.out + item * head_dim * 4)
         convolve(
             floats_at(step.inputs + span.start * channels * 4 + first),
-            floats_at(span.history + first),
+            floats_at(history_of(span.history, span.num_pending, channels) + first),
             floats_at(step.kernel + first),
             out,
             token - span.start,
@@ -126,40 +144,6 @@ def _softplus(x: np.float32) -> float:
 
 
 @jitable_sum
-def _recall(
-    state: Pointer, key: Pointer, query: Pointer, recalled: Pointer, answered: Pointer, dim: int
-) -> None:
-    """recalled = S^T k and answered = S^T q [dim], in one pass over the state [dim, dim]."""
-    for j in range(dim):
-        put_recalled(recalled, j, np.float32(0))
-        put_answered(answered, j, np.float32(0))
-    whole = dim // 4 * 4
-    for i in range(0, whole, 4):
-        k0, k1, k2, k3 = key[i], key[i + 1], key[i + 2], key[i + 3]
-        q0, q1, q2, q3 = query[i], query[i + 1], query[i + 2], query[i + 3]
-        row0, row1, row2, row3 = i * dim, (i + 1) * dim, (i + 2) * dim, (i + 3) * dim
-        for j in range(dim):
-            s0, s1 = get_row0(state, row0 + j), get_row1(state, row1 + j)
-            s2, s3 = get_row2(state, row2 + j), get_row3(state, row3 + j)
-            put_recalled(recalled, j, get_recalled(recalled, j) + (k0 * s0 + k1 * s1 + k2 * s2 + k3 * s3))
-            put_answered(answered, j, get_answered(answered, j) + (q0 * s0 + q1 * s1 + q2 * s2 + q3 * s3))
-    for i in range(whole, dim):
-        k, q = key[i], query[i]
-        for j in range(dim):
-            recalled[j] += k * state[i * dim + j]
-            answered[j] += q * state[i * dim + j]
-
-
-@jitable_sum
-def _write(state: Pointer, decay: np.float32, key: Pointer, delta: Pointer, dim: int) -> None:
-    """S <- l S + k d^T."""
-    for i in range(dim):
-        k, row = key[i], i * dim
-        for j in range(dim):
-            put_row0(state, row + j, decay * get_row0(state, row + j) + k * get_delta(delta, j))
-
-
-@jitable_sum
 def _write_and_recall(
     state: Pointer,
     decay: np.float32,
@@ -171,7 +155,12 @@ def _write_and_recall(
     answered: Pointer,
     dim: int,
 ) -> None:
-    """Both of the above in one pass: writes one token, recalls for the next."""
+    """S <- decay S + key delta^T, and in the same pass recalled = S^T k and answered = S^T q [dim] for the
+    next token.
+
+    All that a state goes through goes through this function, so that it does not depend on how the tokens of
+    a sequence were spread over steps.
+    """
     for j in range(dim):
         put_recalled(recalled, j, np.float32(0))
         put_answered(answered, j, np.float32(0))
@@ -196,9 +185,24 @@ def _write_and_recall(
     for i in range(whole, dim):
         w, k, q = key[i], next_key[i], next_query[i]
         for j in range(dim):
-            state[i * dim + j] = decay * state[i * dim + j] + w * delta[j]
-            recalled[j] += k * state[i * dim + j]
-            answered[j] += q * state[i * dim + j]
+            new = decay * state[i * dim + j] + w * delta[j]
+            state[i * dim + j] = new
+            recalled[j] += k * new
+            answered[j] += q * new
+
+
+@jitable
+def _take_snapshot(
+    address: int, head: int, state: Pointer, decay: np.float32, key: Pointer, delta: Pointer, dim: int
+) -> None:
+    snapshot = _snapshot_at(address)
+    matrix = floats_at(snapshot.matrices + head * dim * dim * 4)
+    to_key, to_delta = floats_at(snapshot.keys + head * dim * 4), floats_at(snapshot.deltas + head * dim * 4)
+    floats_at(snapshot.decays)[head] = decay
+    for i in range(dim):
+        to_key[i], to_delta[i] = key[i], delta[i]
+    for i in range(dim * dim):
+        matrix[i] = state[i]
 
 
 def _recur(params: int, start: int, stop: int, scratch: int) -> None:
@@ -207,34 +211,70 @@ def _recur(params: int, start: int, stop: int, scratch: int) -> None:
     channels = (2 * num_key_heads + num_heads) * dim
     # Each on cache lines of its own.
     room = (dim * 4 + 63) // 64 * 64
-    recalled, answered, delta = floats_at(scratch), floats_at(scratch + room), floats_at(scratch + 2 * room)
+    recalled, answered, zeros = floats_at(scratch), floats_at(scratch + room), floats_at(scratch + 2 * room)
+    # The state within a window, where the tokens of the window may be taken back.
+    copied = floats_at(scratch + 3 * room)
+    for i in range(dim):
+        zeros[i] = np.float32(0)
     for item in range(start, stop):
         span, head = _span_at(step.spans + item // num_heads * _DELTA_SPAN_BYTES), item % num_heads
-        state = floats_at(span.matrices + head * dim * dim * 4)
+        matrix = floats_at(span.matrices + head * dim * dim * 4)
+        decays, keys, deltas = (
+            floats_at(span.decays),
+            span.keys + head * dim * 4,
+            span.deltas + head * dim * 4,
+        )
         key_head = head % num_key_heads
-        last = span.start + span.num_tokens - 1
-        for token in range(span.start, last + 1):
+        first_kept = span.num_tokens - span.num_kept
+        # The state of the last token, and the update that the next one's follows by.
+        state = matrix
+        decay, key, delta = np.float32(1), zeros, zeros
+        if span.num_pending > 0:
+            for place in range(span.num_pending - 1):
+                at = place * num_heads
+                _write_and_recall(
+                    matrix,
+                    decays[at + head],
+                    floats_at(keys + at * dim * 4),
+                    floats_at(deltas + at * dim * 4),
+                    zeros,
+                    zeros,
+                    recalled,
+                    answered,
+                    dim,
+                )
+            at = (span.num_pending - 1) * num_heads
+            decay = decays[at + head]
+            key, delta = floats_at(keys + at * dim * 4), floats_at(deltas + at * dim * 4)
+        next_snapshot, snapshots_end = span.snapshots, span.snapshots + span.num_snapshots * _SNAPSHOT_BYTES
+        for number in range(span.num_tokens):
+            if next_snapshot < snapshots_end and load(next_snapshot) == number:
+                _take_snapshot(next_snapshot, head, state, decay, key, delta, dim)
+                next_snapshot += _SNAPSHOT_BYTES
+            token = span.start + number
             row = step.heads + token * channels * 4
             query = floats_at(row + key_head * dim * 4)
-            key = floats_at(row + (num_key_heads + key_head) * dim * 4)
+            own_key = floats_at(row + (num_key_heads + key_head) * dim * 4)
             value = floats_at(row + (2 * num_key_heads + head) * dim * 4)
             out = floats_at(step.out + (token * num_heads + head) * dim * 4)
-            if token == span.start:
-                _recall(state, key, query, recalled, answered, dim)
+            _write_and_recall(state, decay, key, delta, own_key, query, recalled, answered, dim)
             rate = sigmoid(floats_at(step.beta)[token * num_heads + head])
             argument = floats_at(step.alpha)[token * num_heads + head] + floats_at(step.decay_bias)[head]
             decay = np.float32(math.exp(floats_at(step.decay_rate)[head] * _softplus(argument)))
-            match = dot(key, query, dim)
+            match = dot(own_key, query, dim)
+            at = max(0, number - first_kept) * num_heads
+            decays[at + head] = decay
+            key, delta = floats_at(keys + at * dim * 4), floats_at(deltas + at * dim * 4)
+            for j in range(dim):
+                key[j] = own_key[j]
             for j in range(dim):
                 d = rate * (value[j] - decay * get_recalled(recalled, j))
                 put_delta(delta, j, d)
                 out[j] = decay * get_answered(answered, j) + match * d
-            if token == last:
-                _write(state, decay, key, delta, dim)
-            else:
-                next_query = floats_at(row + (channels + key_head * dim) * 4)
-                next_key = floats_at(row + (channels + (num_key_heads + key_head) * dim) * 4)
-                _write_and_recall(state, decay, key, delta, next_key, next_query, recalled, answered, dim)
+            if number == first_kept and number + 1 < span.num_tokens:
+                for i in range(dim * dim):
+                    copied[i] = matrix[i]
+                state = copied
 
 
 def _gate_output(params: int, start: int, stop: int, scratch: int) -> None:
@@ -298,6 +338,8 @@ class DeltaNet:
         self._output = workspace.floats("output", config.hidden)
         self._convolved = SpanRecords(CONVOLVED_SPAN, workspace.capacity)
         self._spans = SpanRecords(DELTA_SPAN, workspace.capacity)
+        self._snapshots = SnapshotRecords(DELTA_SNAPSHOT)
+        self._convolved_snapshots = SnapshotRecords(CONVOLVED_SNAPSHOT)
 
     def emit(self, script: Script) -> Written:
         """Appends all of it, from the plane `x`; what the layer leaves to be written."""
@@ -383,7 +425,22 @@ class DeltaNet:
 
     def begin(self) -> None:
         """Takes the spans of the next step."""
+        self._snapshots.begin()
+        self._convolved_snapshots.begin()
         for number, span in enumerate(self._step.all):
             state, place = span.state.delta[self._layer], (span.start, span.num_tokens)
-            self._spans.put(number, (*place, state.matrices.data_ptr()))
-            self._convolved.put(number, (*place, state.conv_inputs.data_ptr()))
+            pending = span.state.num_pending, num_kept(span.num_tokens)
+            matrices, conv_inputs = state.matrices.data_ptr(), state.conv_inputs.data_ptr()
+            updates = [update.data_ptr() for update in state.updates]
+            cuts, snapshots = span.cuts, [snapshot.delta[self._layer] for snapshot in span.snapshots]
+            of_delta = [
+                (cut, *(tensor.data_ptr() for tensor in (snapshot.matrices, *snapshot.updates)))
+                for cut, snapshot in zip(cuts, snapshots, strict=True)
+            ]
+            of_inputs = [
+                (cut, snapshot.conv_inputs.data_ptr()) for cut, snapshot in zip(cuts, snapshots, strict=True)
+            ]
+            self._spans.put(number, (*place, *pending, matrices, *updates, *self._snapshots.put(of_delta)))
+            self._convolved.put(
+                number, (*place, conv_inputs, *pending, *self._convolved_snapshots.put(of_inputs))
+            )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gpu_worker.model.indexer import BlockChoice
-from gpu_worker.native.attention_span import SPAN_BYTES, span_at
+from gpu_worker.native.attention_span import SNAPSHOT_BYTES, SPAN_BYTES, row_of, snapshot_at, span_at
 from gpu_worker.native.rotation import RotationTable, rotate
 from gpu_worker.native.script import Script
 from gpu_worker.native.spans import StepSpans
@@ -18,7 +18,7 @@ from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Floats, Matrix, Workspace
 from shared.model_config import Qwen4ExpConfig
 from shared.native.arithmetic import Pointer, dot, sum_of_squares
-from shared.native.memory import floats_at, integers_at
+from shared.native.memory import floats_at, integers_at, load
 from shared.native.records import Record, fields, reader, record
 from shared.native.task import address_of
 from shared.quants.jit import compile_task, jitable
@@ -76,22 +76,30 @@ def _append_index_keys(params: int, start: int, stop: int, scratch: int) -> None
     norm = floats_at(step.norm)
     for item in range(start, stop):
         span = span_at(step.spans + item * SPAN_BYTES)
-        num_open = span.num_open
-        open_keys = floats_at(span.open_keys)
+        raw_keys, ring_rows = floats_at(span.raw_keys), span.ring_rows
+        next_snapshot, snapshots_end = span.snapshots, span.snapshots + span.num_snapshots * SNAPSHOT_BYTES
         for token in range(span.num_tokens):
+            if next_snapshot < snapshots_end and load(next_snapshot) == token:
+                copied = floats_at(snapshot_at(next_snapshot).raw_keys)
+                for i in range(ring_rows * dim):
+                    copied[i] = raw_keys[i]
+                next_snapshot += SNAPSHOT_BYTES
+            position = span.position + token
             raw_key = floats_at(step.raw_keys + (span.start + token) * dim * 4)
+            place = position % ring_rows * dim
             for i in range(dim):
-                open_keys[num_open * dim + i] = raw_key[i]
-            num_open += 1
-            if num_open < ratio:
+                raw_keys[place + i] = raw_key[i]
+            block = position // ratio
+            if position - block * ratio + 1 < ratio:
                 continue
-            num_open = 0
-            block = (span.position + token) // ratio
-            key = floats_at(span.block_keys + block * dim * 4)
+            row = row_of(span.pages, span.page_tokens // ratio, block)
+            key = floats_at(span.block_keys + row * dim * 4)
+            # The ring has whole blocks.
+            first = block * ratio % ring_rows * dim
             for i in range(dim):
                 total = np.float32(0)
                 for member in range(ratio):
-                    total += open_keys[member * dim + i]
+                    total += raw_keys[first + member * dim + i]
                 key[i] = np.divide(total, np.float32(ratio))
             normalise(key, norm, key, dim, step.epsilon)
             rotate(key, block * ratio, step.rotation)
@@ -119,7 +127,8 @@ def _score_blocks(params: int, start: int, stop: int, scratch: int) -> None:
         num_blocks = (span.position + token - span.start + 1) // step.ratio
         scores = floats_at(step.scores + token * step.stride * 4)
         for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
-            key = floats_at(span.block_keys + block * dim * 4)
+            row = row_of(span.pages, span.page_tokens // step.ratio, block)
+            key = floats_at(span.block_keys + row * dim * 4)
             total = np.float32(0)
             for head in range(step.num_heads):
                 product = dot(floats_at(step.queries + (token * step.num_heads + head) * dim * 4), key, dim)

@@ -89,11 +89,6 @@ class Layer:
         for place in self.pending:
             place[0] = address
 
-    def end(self) -> None:
-        """The layer has been computed."""
-        if isinstance(self.mixer, Attention):
-            self.mixer.end()
-
     def choose(self) -> None:
         """The choice of blocks, between the two halves of a step that `chooses`."""
         assert isinstance(self.mixer, Attention)

@@ -94,8 +94,6 @@ class LayerStack:
             self._run_natively(sizes, experts, ngram)
         else:
             self._run_by_turns(sizes, experts, ngram)
-        for layer in self._layers:
-            layer.end()
         streams = self._streams[:num_tokens].reshape(num_tokens, config.num_streams, config.hidden)
         return torch.from_numpy(streams)
 

@@ -6,17 +6,20 @@ import numpy as np
 
 from gpu_worker.model.ngram_embedding import MIN_MATCH
 from gpu_worker.native.convolution import (
+    CONVOLVED_SNAPSHOT,
     CONVOLVED_SPAN,
     HISTORIES,
     SPAN_BYTES,
     advance_histories_task,
     convolve,
     convolved_span_at,
+    history_of,
 )
 from gpu_worker.native.script import Script
-from gpu_worker.native.spans import SpanRecords, StepSpans
+from gpu_worker.native.spans import SnapshotRecords, SpanRecords, StepSpans
 from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Floats, Workspace, multiply
+from gpu_worker.state.sequence_state import num_kept
 from shared.model_config import NgramConfig, Qwen4ExpConfig
 from shared.native.arithmetic import Pointer, sigmoid, sum_of_squares
 from shared.native.memory import floats_at, integers_at
@@ -96,7 +99,7 @@ def _convolve_streams(params: int, start: int, stop: int, scratch: int) -> None:
         convolved = floats_at(step.keys + item * hidden * 4)
         convolve(
             floats_at(step.conv_inputs + span.start * num_streams * hidden * 4 + first),
-            floats_at(span.history + first),
+            floats_at(history_of(span.history, span.num_pending, num_streams * hidden) + first),
             floats_at(step.kernel + first),
             convolved,
             token - span.start,
@@ -148,6 +151,7 @@ class NgramEmbedding:
         self._conv_inputs = workspace.floats("normalised", config.stream_width)
         self._values = workspace.floats("x", config.hidden)
         self._spans = SpanRecords(CONVOLVED_SPAN, workspace.capacity)
+        self._snapshots = SnapshotRecords(CONVOLVED_SNAPSHOT)
 
     def emit(self, script: Script) -> None:
         """Appends all of it, from features to streams."""
@@ -194,7 +198,14 @@ class NgramEmbedding:
 
     def begin(self) -> None:
         """Takes the spans of the next step."""
+        self._snapshots.begin()
         for number, span in enumerate(self._step.all):
-            assert span.state.ngram_conv_inputs is not None
-            history = span.state.ngram_conv_inputs.data_ptr()
-            self._spans.put(number, (span.start, span.num_tokens, history))
+            state = span.state
+            assert state.ngram_inputs is not None
+            history = state.ngram_inputs.data_ptr(), state.num_pending, num_kept(span.num_tokens)
+            rows = [
+                (cut, snapshot.ngram_inputs.data_ptr())
+                for cut, snapshot in zip(span.cuts, span.snapshots, strict=True)
+                if snapshot.ngram_inputs is not None
+            ]
+            self._spans.put(number, (span.start, span.num_tokens, *history, *self._snapshots.put(rows)))

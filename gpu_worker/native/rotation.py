@@ -9,11 +9,12 @@ from shared.native.memory import floats_at
 from shared.native.records import fields, reader, record
 from shared.native.task import address_of
 from shared.quants.jit import jitable
+from shared.rope_scaling import RopeScaling
 
 _FIRST_ROWS = 2048
 
 ROTATION = fields(
-    "cosines",  # f32 [positions, half]
+    "cosines",  # f32 [positions, half], times the attention factor, as the sines
     "sines",
     "half",  # half of the rotary dimensions
 )
@@ -39,8 +40,8 @@ def rotate(x: Pointer, position: int, rotation: int) -> None:
 class RotationTable:
     """Cosines and sines as `gpu_worker.model.rotary` computes them."""
 
-    def __init__(self, dim: int, base: float) -> None:
-        self._rotary = Rotary(dim, base, torch.device("cpu"))
+    def __init__(self, dim: int, base: float, scaling: RopeScaling) -> None:
+        self._rotary = Rotary(dim, base, scaling, torch.device("cpu"))
         self._length = 0
         self.record = record(ROTATION, half=dim // 2)
 

@@ -29,7 +29,7 @@ class NativeTrunk:
     ) -> None:
         self._team = team
         self._embedding = Embedding(weights, config)
-        rotation = RotationTable(config.rope_dim, config.rope_base)
+        rotation = RotationTable(config.rope_dim, config.rope_base, config.rope_scaling)
         layers = []
         for layer in range(config.num_layers):
             report(f"loading layer {layer + 1} of {config.num_layers}", layer / config.num_layers)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from shared.cli.progress import ProgressLine
 from shared.config import LOOPBACK_HOSTS
 from shared.errors import ConfigError, StrataError
+from shared.messages import REPETITION
 
 _HELP = "/new begins a new conversation, /undo takes back the last turn, /exit ends"
 _CONNECT_TIMEOUT_S = 600.0
@@ -157,6 +158,9 @@ class Chat:
                         raise StrataError(event["error"]["message"])
                     for choice in event.get("choices") or ():
                         text = choice["delta"].get("content") or ""
+                        if choice.get("stop_reason") == REPETITION:
+                            # For people; no part of the conversation.
+                            print(" [ended: it repeats itself]", end="")
                         if text:
                             progress.done()
                             has_room = False

@@ -11,6 +11,7 @@ from shared.draft_model import open_model
 from shared.gguf.file import MetadataValue
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig, read_model_config
+from shared.rope_scaling import ScalingType
 from shared.tensor_catalog import TensorClass, check_tensors, classify
 
 
@@ -57,7 +58,8 @@ def _architecture(config: Qwen4ExpConfig) -> list[str]:
         f"budget {config.indexer.token_budget} tokens, blocks of {max(config.compress_ratios)}",
         f"  delta net           {config.num_delta_key_heads} key heads, {config.num_delta_value_heads} value "
         f"heads of {config.delta_head_dim}",
-        f"  context             {config.context_length} tokens, vocabulary {config.vocab_size}",
+        f"  context             {config.context_length} tokens{_scaling(config)}, "
+        f"vocabulary {config.vocab_size}",
     ]
     if ngram is None:
         return [*lines, "  n-grams             none"]
@@ -66,6 +68,11 @@ def _architecture(config: Qwen4ExpConfig) -> list[str]:
         f"  n-grams             up to {ngram.ngram_size}, {ngram.num_heads} rows of {ngram.row_width} "
         f"per token, before layer {ngram.layer}",
     ]
+
+
+def _scaling(config: Qwen4ExpConfig) -> str:
+    scaling = config.rope_scaling
+    return "" if scaling.type is ScalingType.NONE else f" ({scaling.description})"
 
 
 def _tensors(model: GGUFModel, config: Qwen4ExpConfig) -> list[str]:

@@ -103,7 +103,7 @@ def run(parsed: argparse.Namespace) -> int:
     device_bytes = _device_bytes(parsed.vram, gpu_worker)
     memory = read_memory() if parsed.ram is None else Memory(parsed.ram, parsed.ram)
     with open_model(gpu_worker.model, gpu_worker.draft_model) as model:
-        config = read_model_config(model, with_prediction=gpu_worker.uses_prediction)
+        config = read_model_config(model, gpu_worker, with_prediction=gpu_worker.uses_prediction)
         check_tensors(model, config)
         rates, origins = _rates(parsed, model, config, gpu_worker, cpu_worker, device_bytes)
         plan = Planner(model, gpu_worker, cpu_worker, device_bytes, memory, rates).plan()

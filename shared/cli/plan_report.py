@@ -12,6 +12,7 @@ from shared.placement.memory_plan import KV_GROW_FIRST
 from shared.placement.rates import Rates
 from shared.placement.sizes import context_bytes, size_text
 from shared.placement.stack_plan import StackPlan
+from shared.rope_scaling import ScalingType
 
 _MARKS = {
     None: "yes",
@@ -46,6 +47,7 @@ def as_text(
         f"model    {name}: {experts.num_layers} layers of {experts.num_experts} experts, "
         f"{size_text(experts.num_bytes)} in all{table}"
     )
+    yield from _context(plan, gpu_worker)
     yield from _device(plan, gpu_worker)
     yield from _ram(plan, gpu_worker, is_ram_given=is_ram_given)
     if plan.candidates:
@@ -54,6 +56,15 @@ def as_text(
     if not plan.shortages:
         yield from _expected(plan, rates, origins)
     yield from _verdict(plan)
+
+
+def _context(plan: StackPlan, gpu_worker: GpuWorkerConfig) -> Iterator[str]:
+    """Where positions are scaled, or would have to be."""
+    scaling = plan.facts.config.rope_scaling
+    if shortfall := scaling.shortfall(gpu_worker.max_context):
+        yield f"context  {shortfall}"
+    elif scaling.type is not ScalingType.NONE:
+        yield f"context  {plan.max_context} tokens at most; positions are scaled: {scaling.description}"
 
 
 def _device(plan: StackPlan, gpu_worker: GpuWorkerConfig) -> Iterator[str]:
@@ -94,6 +105,8 @@ def _ram(plan: StackPlan, gpu_worker: GpuWorkerConfig, *, is_ram_given: bool) ->
     if needs.context:
         counted = min(COUNTED_CONTEXT_TOKENS, plan.facts.config.context_length)
         yield _line("keys and values", needs.context, f"{counted} tokens; {_most_context(plan, gpu_worker)}")
+    if needs.conversations:
+        yield _line("conversations", needs.conversations, "that are kept, at most")
     if needs.slots:
         yield _line("slots", needs.slots, "the device's memory is RAM")
     if plan.facts.table:

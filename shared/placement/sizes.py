@@ -6,6 +6,7 @@ from functools import cached_property
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import ExpectedTensor, TensorClass, block_of, expected_tensors
+from shared.window import WINDOW_TOKENS
 
 FLOAT_BYTES = 4
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -91,18 +92,26 @@ def context_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
 
 def state_bytes(config: Qwen4ExpConfig) -> int:
     """What one sequence keeps however long it is: matrices and convolution inputs of the delta nets, raw keys
-    of the indexer's open blocks, and the n-gram convolution's inputs; all float32."""
+    of the indexer, and the n-gram convolution's inputs, with those of the tokens of a window; all float32."""
+    heads, dim = config.num_delta_value_heads, config.delta_head_dim
     of_delta_net = (
-        config.num_delta_value_heads * config.delta_head_dim**2
-        + (config.conv_kernel - 1) * config.delta_channels
+        heads * dim**2
+        + WINDOW_TOKENS * heads * (2 * dim + 1)
+        + (WINDOW_TOKENS + config.conv_kernel - 1) * config.delta_channels
     )
     num_floats = sum(
-        of_delta_net if is_recurrent else config.compress_ratios[layer] * config.indexer.head_dim
+        of_delta_net if is_recurrent else ring_rows(config.compress_ratios[layer]) * config.indexer.head_dim
         for layer, is_recurrent in enumerate(config.is_recurrent)
     )
     if config.ngram is not None:
-        num_floats += config.ngram.history_length * config.stream_width
+        num_floats += (WINDOW_TOKENS + config.ngram.history_length) * config.stream_width
     return FLOAT_BYTES * num_floats
+
+
+def ring_rows(ratio: int) -> int:
+    """Raw keys that the indexer of a layer keeps, in a ring: whole blocks, which reach from the last token of
+    a window back to the begin of the block that was open before it. `ratio` is the layer's, 0 for none."""
+    return -(-(WINDOW_TOKENS + ratio) // ratio) * ratio if ratio else 0
 
 
 def dense_file_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:

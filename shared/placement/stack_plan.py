@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from shared.config import CpuWorkerConfig, GpuWorkerConfig, expert_cache_slots, prefill_setting
 from shared.gguf.model import GGUFModel
-from shared.memory_budget import Held, Memory, Needs, needs_of, row_cache_bytes
+from shared.memory_budget import Held, Memory, Needs, conversation_cache_bytes, needs_of, row_cache_bytes
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.placement.chunk_choice import (
     Candidate,
@@ -107,9 +107,9 @@ class StackPlan:
         return [saving for saving in self.savings if wanted[saving.memory]]
 
 
-def read_facts(model: GGUFModel, *, with_prediction: bool) -> ModelFacts:
-    """Those of a model, with or without its prediction block. Raises UnsupportedModelError."""
-    config = read_model_config(model, with_prediction=with_prediction)
+def read_facts(model: GGUFModel, settings: GpuWorkerConfig) -> ModelFacts:
+    """Those of a model. Raises UnsupportedModelError, ConfigError."""
+    config = read_model_config(model, settings, with_prediction=settings.uses_prediction)
     return ModelFacts(
         config,
         expert_sizes(model, config),
@@ -134,7 +134,7 @@ class Planner:
         rates: Rates,
     ) -> None:
         self._model = model
-        self._facts = read_facts(model, with_prediction=gpu_worker.uses_prediction)
+        self._facts = read_facts(model, gpu_worker)
         self._gpu, self._cpu = gpu_worker, cpu_worker
         self._device_bytes, self._memory, self._rates = device_bytes, memory, rates
         self._work_space = work_space(
@@ -145,8 +145,7 @@ class Planner:
         )
         self._asked = expert_cache_slots(gpu_worker.expert_cache)
         self._headroom = headroom_bytes(memory)
-        trained = self._facts.config.context_length
-        self._max_context = min(gpu_worker.max_context or trained, trained)
+        self._max_context = self._facts.config.longest_sequence(gpu_worker.max_context)
 
     def plan(self) -> StackPlan:
         """The plan."""
@@ -233,6 +232,7 @@ class Planner:
             rows,
             is_on_cuda=self._device_bytes is not None,
             slot_bytes=in_ram,
+            conversation_bytes=conversation_cache_bytes(self._memory, self._gpu.conversation_cache_mib),
         )
 
     def _shortages(

@@ -107,7 +107,7 @@ def test_metrics_count_what_was_asked_and_answered(stack: Stack) -> None:
         stack.post(CHAT, {"messages": []}),
         stack.post(CHAT, {"messages": HELLO, "model": "none"}),
         stack.post(COMPLETIONS, {"prompt": [1] * 1000}),
-        stack.post(CHAT, {"messages": HELLO, "n": 2}),
+        stack.post(CHAT, {"messages": HELLO, "tools": [{}]}),
         stack.post(CHAT, {"messages": HELLO, "max_tokens": 1, "surely_unknown": 1}),
     ]
     assert [answer.status for answer in refusals] == [400, 404, 400, 400, 200]

@@ -88,7 +88,13 @@ def test_a_text_stream_has_text_in_every_choice(stack: Stack) -> None:
     )
     assert all(chunk["object"] == "text_completion" for chunk in (*pieces, last))
     assert all(chunk["choices"][0]["text"] for chunk in pieces)
-    assert last["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
+    assert last["choices"][0] == {
+        "index": 0,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
 
 
 def test_counts_are_true(stack: Stack) -> None:

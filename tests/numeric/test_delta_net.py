@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.model.convolution import convolve
-from gpu_worker.model.delta_net import CHUNK_TOKENS, chunked, recurrent_step
-from gpu_worker.state.sequence_state import DeltaState
+from gpu_worker.model.delta_net import CHUNK_TOKENS, mix, settle
+from gpu_worker.state.sequence_state import DeltaState, num_kept
+from shared.window import WINDOW_TOKENS
 
 HEADS, DIM = 3, 16
 Exact = NDArray[np.float64]
@@ -32,7 +33,9 @@ def random_inputs(num_tokens: int, seed: int = 0) -> Inputs:
 
 def new_state(seed: int = 5) -> DeltaState:
     matrices = torch.randn(HEADS, DIM, DIM, generator=torch.Generator().manual_seed(seed))
-    return DeltaState(matrices, torch.empty(0))
+    decays = torch.zeros(WINDOW_TOKENS, HEADS)
+    keys, deltas = torch.zeros(2, WINDOW_TOKENS, HEADS, DIM)
+    return DeltaState(matrices, decays, keys, deltas, torch.empty(0))
 
 
 def exact(inputs: Inputs, state: DeltaState) -> tuple[Exact, Exact]:
@@ -49,20 +52,23 @@ def exact(inputs: Inputs, state: DeltaState) -> tuple[Exact, Exact]:
     return outputs, matrices
 
 
-def in_chunks(inputs: Inputs, state: DeltaState) -> Tensor:
-    return chunked(*inputs, state)
-
-
-def one_by_one(inputs: Inputs, state: DeltaState) -> Tensor:
-    num_tokens = len(inputs[0])
-    return torch.cat([recurrent_step(*(x[t : t + 1] for x in inputs), state) for t in range(num_tokens)])
+def in_steps(inputs: Inputs, state: DeltaState, size: int) -> Tensor:
+    """In steps of so many tokens; none is pending at last."""
+    outputs, num_pending = [], 0
+    for start in range(0, len(inputs[0]), size):
+        rows = slice(start, start + size)
+        settle(state, num_pending)
+        num_pending = num_kept(len(inputs[0][rows]))
+        outputs.append(mix(state, num_pending, *(x[rows] for x in inputs)))
+    settle(state, num_pending)
+    return torch.cat(outputs)
 
 
 def assert_both_ways(inputs: Inputs, tolerance: float) -> None:
     expected, expected_state = exact(inputs, new_state())
-    for way in (in_chunks, one_by_one):
+    for size in (len(inputs[0]), 1, WINDOW_TOKENS, WINDOW_TOKENS + 1):
         state = new_state()
-        outputs = way(inputs, state)
+        outputs = in_steps(inputs, state, size)
         assert np.abs(outputs.numpy() - expected).max() <= tolerance
         assert np.abs(state.matrices.numpy() - expected_state).max() <= tolerance
 
@@ -122,12 +128,14 @@ def test_convolution() -> None:
                 if source >= 0:
                     expected[token] += kernel[tap].double() * inputs[source]
         expected = expected / (1 + (-expected).exp())
-        earlier = torch.zeros(reach, 5)
+        earlier, num_pending = torch.zeros(reach + WINDOW_TOKENS, 5), 0
         pieces = []
         for piece in inputs.split([1, 2, 1, 20, 6]):
-            output, earlier = convolve(piece, earlier, kernel, dilation)
-            assert len(earlier) == reach
-            pieces.append(output)
-        whole, _ = convolve(inputs, torch.zeros(reach, 5), kernel, dilation)
+            # Tokens that are taken back leave no trace.
+            convolve(torch.ones(7, 5), earlier, num_pending, kernel, dilation)
+            num_pending = num_kept(7) - 7
+            pieces.append(convolve(piece, earlier, num_pending, kernel, dilation))
+            num_pending = num_kept(len(piece))
+        whole = convolve(inputs, torch.zeros(reach + WINDOW_TOKENS, 5), 0, kernel, dilation)
         assert (whole - expected).abs().max() <= 1e-5
         assert (torch.cat(pieces) - expected).abs().max() <= 1e-5

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.model.batch import Span
 from gpu_worker.model.indexer import Indexer
 from gpu_worker.model.rotary import Rotary
-from gpu_worker.state.sequence_state import AttentionState, SequenceState
+from gpu_worker.state.pages import PagePool
+from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import IndexerConfig
+from shared.window import WINDOW_TOKENS
 from tests.support.prepared import Prepared
 from tests.support.tensor_device import TensorDevice
 
@@ -26,7 +29,7 @@ class Setting:
     indexer: Indexer
     x: Tensor
     queries: Tensor
-    new_state: Callable[[], AttentionState]
+    new_state: Callable[[], SequenceState]
     definition: Callable[[int], tuple[np.ndarray, int]]
     """Of a position: the exact score of every complete block, and how many are kept."""
 
@@ -50,7 +53,7 @@ def setting(prepare: Callable[[str], Prepared], request: pytest.FixtureRequest) 
         "k_norm": torch.rand(dim, generator=generator) + 0.5,
     }
     device = TensorDevice({f"blk.{LAYER}.indexer.{name}.weight": value for name, value in weights.items()})
-    rotary = Rotary(config.rope_dim, config.rope_base, device.torch_device)
+    rotary = Rotary(config.rope_dim, config.rope_base, config.rope_scaling, device.torch_device)
     indexer = Indexer(device, LAYER, config, rotary)
     x = torch.randn(NUM_TOKENS, config.hidden, generator=generator)
 
@@ -84,18 +87,25 @@ def setting(prepare: Callable[[str], Prepared], request: pytest.FixtureRequest) 
         indexer,
         x,
         indexer.queries(x, rotary.at(torch.arange(NUM_TOKENS))),
-        lambda: SequenceState(config, device.torch_device).attention[LAYER],
+        lambda: SequenceState(config, PagePool(config, device.torch_device)),
         definition,
     )
 
 
-def filled(setting: Setting, num_tokens: int, pieces: tuple[int, ...] = ()) -> AttentionState:
+def append(setting: Setting, start: int, stop: int, state: SequenceState) -> None:
+    state.reserve(state.position + stop - start)
+    raw_keys = setting.indexer.project_keys(setting.x[start:stop])
+    setting.indexer.append_keys(raw_keys, Span(0, stop - start, state))
+    state.advance(stop - start)
+
+
+def filled(setting: Setting, num_tokens: int, pieces: tuple[int, ...] = ()) -> SequenceState:
     """The state after some tokens, taken in pieces."""
     state, at = setting.new_state(), 0
     for size in [*pieces, num_tokens]:
         stop = min(at + size, num_tokens)
         if stop > at:
-            setting.indexer.append_keys(setting.indexer.project_keys(setting.x[at:stop]), state)
+            append(setting, at, stop, state)
         at = stop
     return state
 
@@ -137,9 +147,14 @@ def test_positions_for_one_query(setting: Setting) -> None:
     whole = setting.indexer.seen_mask(setting.queries, 0, filled(setting, NUM_TOKENS))
     state = setting.new_state()
     for position in range(NUM_TOKENS):
-        setting.indexer.append_keys(setting.indexer.project_keys(setting.x[position : position + 1]), state)
-        assert state.open_keys.length == (position + 1) % setting.indexer.ratio
-        seen = setting.indexer.seen_positions(setting.queries[position : position + 1], position, state)
+        # What is taken back is not seen.
+        append(setting, 0, min(WINDOW_TOKENS, NUM_TOKENS), state)
+        state.roll_back(position)
+        append(setting, position, position + 1, state)
+        state.roll_back(position)
+        query = setting.queries[position : position + 1]
+        seen = setting.indexer.seen_positions(query, Span(0, 1, state))
+        state.advance(1)
         assert torch.equal(seen, whole[position].nonzero().flatten())
 
 

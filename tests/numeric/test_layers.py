@@ -16,8 +16,10 @@ from gpu_worker.model.hyper_connection import StreamMixer, StreamReader, rms_nor
 from gpu_worker.model.moe import MixtureOfExperts
 from gpu_worker.model.ngram_embedding import NgramEmbedding
 from gpu_worker.model.rotary import Rotary
+from gpu_worker.state.pages import PagePool
 from gpu_worker.state.sequence_state import SequenceState
 from shared.model_config import Qwen4ExpConfig
+from shared.rope_scaling import RopeScaling, ScalingType
 from tests.support.prepared import Prepared
 from tests.support.tensor_device import TensorDevice
 
@@ -72,7 +74,7 @@ def test_rotation() -> None:
     """Pairs are half the rotary width apart; what lies beyond passes through."""
     positions = torch.tensor([0, 1, 2, 63])
     x = torch.randn(4, 3, 20)
-    rotated = Rotary(12, 1e4, CPU).at(positions)(x)
+    rotated = Rotary(12, 1e4, RopeScaling(ScalingType.NONE, 64), CPU).at(positions)(x)
     for row, position in enumerate(positions.tolist()):
         for pair in range(6):
             turn = np.exp(1j * position * 1e4 ** (-2 * pair / 12))
@@ -92,7 +94,7 @@ def test_rotation_far_from_the_start(prepare: Callable[[str], Prepared]) -> None
     config = prepared.model.config
     half = config.rope_dim // 2
     x = torch.randn(3, 1, config.head_dim)
-    rotated = Rotary(config.rope_dim, config.rope_base, CPU).at(positions)(x)[:, 0]
+    rotated = Rotary(config.rope_dim, config.rope_base, config.rope_scaling, CPU).at(positions)(x)[:, 0]
     first, second = x[:, 0, :half], x[:, 0, half : 2 * half]
     expected = first * cos[0, :, :half] - second * sin[0, :, :half]
     assert (rotated[:, :half] - expected).abs().max() <= 1e-6
@@ -148,7 +150,7 @@ def test_ngram_embedding(config: Qwen4ExpConfig) -> None:
     streams, features = random_streams(config), torch.randn(NUM_TOKENS, ngram.feature_width)
     # A stream of zeros matches nothing: the gate's argument is exactly zero, whose sign counts as none.
     streams[4, 1] = 0
-    state = SequenceState(config, CPU)
+    state = SequenceState(config, PagePool(config, CPU))
     positions = torch.arange(NUM_TOKENS)
     batch = Batch(positions, positions, [Span(0, NUM_TOKENS, state)])
     got = NgramEmbedding(TensorDevice(weights), config, ngram)(streams, features, batch)

@@ -31,11 +31,13 @@ from gpu_worker.native.spans import StepSpans
 from gpu_worker.native.streams import StreamReader as NativeStreamReader
 from gpu_worker.native.streams import Written, emit_write
 from gpu_worker.native.workspace import Matrix, Workspace
+from gpu_worker.state.pages import PagePool
 from gpu_worker.state.sequence_state import SequenceState
 from shared import quants
 from shared.gguf.types import tensor_type_named
 from shared.model_config import IndexerConfig, Qwen4ExpConfig
 from shared.native.team import Team
+from shared.rope_scaling import RopeScaling, ScalingType
 from tests.support.prepared import Prepared
 from tests.support.tensor_device import TensorDevice
 
@@ -125,7 +127,19 @@ def spans_of(lengths: Sequence[int], states: Sequence[SequenceState]) -> tuple[l
         spans.append(Span(start, start + length, state))
         positions += range(state.position, state.position + length)
         start += length
+        state.reserve(state.position + length)
     return spans, Batch(torch.arange(start), torch.tensor(positions), spans)
+
+
+def new_states(config: Qwen4ExpConfig) -> list[SequenceState]:
+    """Of as many sequences as the steps have; they share a pool."""
+    pool = PagePool(config, CPU)
+    return [SequenceState(config, pool) for _ in STEPS[0]]
+
+
+def assert_same_pending(got: Tensor, want: Tensor, num_rows: int) -> None:
+    """What counts of a buffer of pending tokens."""
+    assert_close(got[:num_rows].numpy(), want[:num_rows])
 
 
 MIXER = {"norm.weight": (-1,), "down.weight": (0, -1), "up.weight": (-1, 0), "inject.weight": (1, -1)}
@@ -198,7 +212,7 @@ def test_delta_net(
     torch_part = DeltaNet(TensorDevice(weights), 0, config)
     native = NativeDeltaNet(ArrayWeights(weights), 0, config)
     scale = {"zeros": 0.0, "large": 1e4}.get(inputs, 1.0)
-    want_states, got_states = ([SequenceState(config, CPU) for _ in STEPS[0]] for _ in range(2))
+    want_states, got_states = (new_states(config) for _ in range(2))
     for number, lengths in enumerate(STEPS):
         num_tokens = sum(lengths)
         x = random_values(num_tokens, hidden, seed=number) * scale
@@ -211,8 +225,18 @@ def test_delta_net(
         runner.run(native.emit, sizes)
         assert_close(runner.workspace.floats("output", hidden), expected)
         for got, want in zip(got_states, want_states, strict=True):
+            length = lengths[got_states.index(got)]
+            got.advance(length)
+            want.advance(length)
+            num_pending = want.num_pending
             assert_close(got.delta[0].matrices.numpy(), want.delta[0].matrices)
-            assert_close(got.delta[0].conv_inputs.numpy(), want.delta[0].conv_inputs)
+            for rows in ("decays", "keys", "deltas"):
+                assert_same_pending(getattr(got.delta[0], rows), getattr(want.delta[0], rows), num_pending)
+            num_rows = num_pending + config.conv_kernel - 1
+            assert_same_pending(got.delta[0].conv_inputs, want.delta[0].conv_inputs, num_rows)
+            # In the next step some have fewer, or none.
+            for state in (got, want):
+                state.roll_back(state.position - min(num_pending, number + got_states.index(got)))
 
 
 @pytest.mark.parametrize(
@@ -248,10 +272,14 @@ def test_attention(
         "indexer.k_norm.weight": (index_dim,),
     }
     weights = random_weights({f"blk.{layer}.{name}": shape for name, shape in shapes.items()})
-    rotary, rotation = Rotary(8, config.rope_base, CPU), RotationTable(8, config.rope_base)
+    scaling = RopeScaling(ScalingType.YARN, 64, 2.0)
+    rotary, rotation = (
+        Rotary(8, config.rope_base, scaling, CPU),
+        RotationTable(8, config.rope_base, scaling),
+    )
     torch_part = Attention(TensorDevice(weights), layer, config, rotary)
     native = NativeAttention(ArrayWeights(weights), layer, config, rotation)
-    want_states, got_states = ([SequenceState(config, CPU) for _ in STEPS[0]] for _ in range(2))
+    want_states, got_states = (new_states(config) for _ in range(2))
     for number, lengths in enumerate((*STEPS, (1, 1, 1, 1), (150, 1, 7, 1), *(3 * [(1, 1, 1, 1)]))):
         num_tokens = sum(lengths)
         x = random_values(num_tokens, hidden, seed=number)
@@ -271,23 +299,30 @@ def test_attention(
         if chooses:
             native.choose()
         team.run(scripts[2].resize(sizes))
-        native.end()
         assert_close(runner.workspace.floats("output", hidden), expected)
         for got, want, length in zip(got_states, want_states, lengths, strict=True):
-            for rows in ("keys", "values", "block_keys", "open_keys"):
-                got_rows, want_rows = (
-                    getattr(got.attention[layer], rows),
-                    getattr(want.attention[layer], rows),
+            got.advance(length)
+            want.advance(length)
+            got_rows, want_rows = got.rows(got.position), want.rows(want.position)
+            got_store, want_store = got.attention[layer].store, want.attention[layer].store
+            for name in ("keys", "values"):
+                assert_close(getattr(got_store, name)[got_rows].numpy(), getattr(want_store, name)[want_rows])
+            if ratio:
+                num_blocks = got.position // ratio
+                assert_close(
+                    got_store.block_keys[got.block_rows(num_blocks, ratio)].numpy(),
+                    want_store.block_keys[want.block_rows(num_blocks, ratio)],
                 )
-                assert got_rows.length == want_rows.length
-                assert_close(got_rows.rows.numpy(), want_rows.rows)
-            got.position += length
-            want.position += length
+            # One that is taken back is computed again.
+            if number % 2:
+                for state in (got, want):
+                    state.roll_back(state.position - min(2, state.num_pending))
 
 
 def test_rotations_are_made_as_far_as_they_are_needed() -> None:
     """And stay what they were when the table grows."""
-    table, rotary = RotationTable(8, 1e4), Rotary(8, 1e4, CPU)
+    scaling = RopeScaling(ScalingType.YARN, 4096, 3.0)
+    table, rotary = RotationTable(8, 1e4, scaling), Rotary(8, 1e4, scaling, CPU)
     for length in (1, 2048, 2049, 9000, 5):
         table.reach(length)
         expected = rotary.at(torch.arange(length))
@@ -408,7 +443,7 @@ def test_ngram_embedding(config: Qwen4ExpConfig, team: Team, inputs: str) -> Non
     weights = random_weights({f"blk.{ngram.layer}.ple_{name}": shape for name, shape in shapes.items()})
     torch_part = NgramEmbedding(TensorDevice(weights), config, ngram)
     native = NativeNgramEmbedding(ArrayWeights(weights), config, ngram)
-    want_states, got_states = ([SequenceState(config, CPU) for _ in STEPS[0]] for _ in range(2))
+    want_states, got_states = (new_states(config) for _ in range(2))
     scale = {"zeros": 0.0, "large": 1e4}.get(inputs, 1.0)
     for number, lengths in enumerate(STEPS):
         num_tokens = sum(lengths)
@@ -425,6 +460,11 @@ def test_ngram_embedding(config: Qwen4ExpConfig, team: Team, inputs: str) -> Non
         runner.run(native.emit, sizes)
         assert_close(runner.workspace.floats("streams", width), expected)
         for got, want in zip(got_states, want_states, strict=True):
-            assert got.ngram_conv_inputs is not None
-            assert want.ngram_conv_inputs is not None
-            assert_close(got.ngram_conv_inputs.numpy(), want.ngram_conv_inputs)
+            length = lengths[got_states.index(got)]
+            got.advance(length)
+            want.advance(length)
+            assert got.ngram_inputs is not None
+            assert want.ngram_inputs is not None
+            assert_same_pending(got.ngram_inputs, want.ngram_inputs, want.num_pending + ngram.history_length)
+            for state in (got, want):
+                state.roll_back(state.position - min(state.num_pending, number))

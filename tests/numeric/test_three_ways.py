@@ -254,15 +254,16 @@ def test_context_takes_slots(path: Path, expected: Run) -> None:
     with running_engine(path, prefill=32, settings=settings(ALL, kv_grow=True)) as running:
         placement = wait_until_loaded(running)
         quarter = placement.cache.num_bytes // 4
-        lengths: list[int] = []
+        pages, claimed = running.model.pages, []
 
-        def grown(length: int) -> int:
-            lengths.append(length)
-            return quarter if length > 80 else quarter // 2 if length > 60 else 0
+        def grown(num_more: int) -> int:
+            claimed.append(pages.num_pages + num_more)
+            return (0, quarter // 2, quarter)[claimed[-1]]
 
-        placement.rules = replace(placement.rules, context_bytes=grown, set_aside_bytes=quarter // 4)
+        pages.bytes_with = grown  # type: ignore[method-assign]
+        placement.rules = replace(placement.rules, set_aside_bytes=quarter // 4)
         run = answers(running)
-        assert max(lengths) == len(PROMPTS[0]) + NUM_NEW - 1
+        assert set(claimed) == {1, 2}
         running.wait_idle()
         wait_until_loaded(running)
     check(run, expected)

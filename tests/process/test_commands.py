@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.in_process import InProcessModel
+from shared.config import GpuWorkerConfig
 from shared.demo_model import DEMO_MODEL_PATH
 from tests.support.stack import START_TIMEOUT_S, Stack, stack_files, strata_command, wait_for
 
@@ -247,6 +249,28 @@ def test_logits_do_not_depend_on_the_size_of_a_step(stack: Stack, files: Stack, 
     assert np.median(difference) <= 0.02
     assert difference.max() <= 0.5
     assert f"logits [{len(token_ids)}, {logits.shape[1]}]" in files.log
+
+
+def test_logits_of_scaled_positions(stack: Stack, tmp_path: Path) -> None:
+    """Flags reach the process that rotates, and no other way of reading the file disagrees with them."""
+    token_ids = np.random.default_rng(0).integers(0, 4000, 200)
+    np.save(tmp_path / "ids.npy", token_ids)
+    paths = ("--ids", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "out.npz"))
+    # The demo model hardly minds stretched positions; ten times the scores it does mind.
+    flags = ("--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-attn-factor", "3")
+    ended = run("logits", *paths, *flags, "--max-context", "200000")
+    assert ended.returncode == 0, ended.stderr
+    assert "--max-context is 200000, but the model reaches 131072 tokens" in ended.stderr
+    assert "--rope-scaling yarn --rope-scale 7" in ended.stderr
+    with np.load(tmp_path / "out.npz") as written:
+        logits = written["logits"]
+    settings = GpuWorkerConfig(rope_scaling="yarn", rope_scale=4.0, yarn_attn_factor=3.0)
+    model = InProcessModel(DEMO_MODEL_PATH, settings=settings)
+    difference = np.median(np.abs(logits - model.logits(token_ids.tolist())))
+    model.device.close()
+    answer = stack.post("/v1/logits", {"prompt_token_ids": token_ids.tolist()})
+    unscaled = np.frombuffer(answer.body, "<f4").reshape(logits.shape)
+    assert difference <= 0.1 * np.median(np.abs(logits - unscaled)), difference
 
 
 def test_logits_that_are_interrupted_leave_nothing(files: Stack, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from shared.messages import (
     Sampling,
     StagePrompt,
     TokenChunk,
+    TokenLogprobs,
 )
 
 untimed = settings(deadline=None, print_blob=True)
@@ -40,7 +41,28 @@ counts = st.integers(-(2**63), 2**64 - 1)
 numbers = st.floats(allow_nan=False)
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
-sampling = st.builds(Sampling, temperature=numbers, top_k=counts, top_p=numbers, min_p=numbers, seed=counts)
+sampling = st.builds(
+    Sampling,
+    temperature=numbers,
+    top_k=counts,
+    top_p=numbers,
+    min_p=numbers,
+    seed=counts,
+    typical_p=numbers,
+    presence_penalty=numbers,
+    frequency_penalty=numbers,
+    repetition_penalty=numbers,
+    repeat_last_n=counts,
+    logit_bias=st.lists(st.tuples(st.integers(0, 2**31 - 1), numbers), max_size=4),
+    min_tokens=counts,
+    num_top_logprobs=st.none() | counts,
+)
+logprobs = st.builds(
+    TokenLogprobs,
+    logprob=numbers,
+    top_token_ids=token_ids,
+    top_logprobs=st.lists(numbers, max_size=4),
+)
 file_reads = st.builds(FileReads, file=any_text, num_reads=counts, num_bytes=counts, wait_s=numbers)
 timings = st.builds(
     RequestTimings,
@@ -77,7 +99,7 @@ from_connecting: st.SearchStrategy[Message] = st.one_of(
         gauges=st.dictionaries(any_text, numbers, max_size=4),
     ),
     farewells,
-    st.builds(TokenChunk, request_id=any_text, token_ids=token_ids),
+    st.builds(TokenChunk, request_id=any_text, token_ids=token_ids, logprobs=st.lists(logprobs, max_size=3)),
     st.builds(PrefillProgress, request_id=any_text, num_prefilled=counts, num_prompt_tokens=counts),
     st.builds(
         PromptStaged,
@@ -95,6 +117,7 @@ from_connecting: st.SearchStrategy[Message] = st.one_of(
         num_prompt_tokens=counts,
         num_output_tokens=counts,
         timings=timings,
+        stop_reason=st.none() | st.integers(0, 2**31 - 1) | any_text,
     ),
     st.builds(RequestFailed, request_id=any_text, code=any_text, reason=any_text),
 )
@@ -115,6 +138,8 @@ from_binding: st.SearchStrategy[Message] = st.one_of(
         eos_token_ids=token_ids,
         sampling=sampling,
         logits_path=any_text,
+        stop_token_ids=token_ids,
+        may_repeat=st.booleans(),
     ),
     st.builds(AbortRequest, request_id=any_text),
     st.builds(StagePrompt, request_id=any_text, prompt_token_ids=token_ids),

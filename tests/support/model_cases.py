@@ -79,6 +79,8 @@ CASES = {
         Shape(num_hidden_layers=3, full_attention_interval=3),
         FileLayout(is_split=True, has_prediction=True, lists_recurrent_layers=True),
     ),
+    # Positions stretched by YaRN: of eight pairs one not at all, two in part, the rest in full.
+    "yarn": Case(Shape(yarn_factor=4.0, full_attention_interval=2, ple_layer=0)),
     # No output matrix; norms of all streams as matrices.
     "tied-head": Case(Shape(hc_count=3), FileLayout(has_head=False, has_norm_matrices=True)),
     # Everything in half precision, vectors and the n-gram table too.

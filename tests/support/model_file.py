@@ -217,6 +217,11 @@ class _EditedWriter(GGUFWriter):
             super().add_array(name, ValueType.BOOL, is_recurrent)
             return
         super().add(key, value_type, value)
+        if key.endswith(".rope.freq_base") and self._shape.yarn_factor > 1:
+            prefix = key.replace("freq_base", "scaling.")
+            super().add(f"{prefix}type", ValueType.STRING, "yarn")
+            super().add(f"{prefix}factor", ValueType.FLOAT32, self._shape.yarn_factor)
+            super().add(f"{prefix}original_context_length", ValueType.UINT32, self._shape.yarn_original)
 
     def add_array(self, key: str, element_type: ValueType, values: Sequence[object]) -> None:
         if self._is_left_out(key):

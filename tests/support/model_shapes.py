@@ -48,6 +48,9 @@ class Shape(DemoConfig):
     has_ngram: bool = True
     is_dense: bool = False
     """Attention sees everything: the file says so with a compress ratio of 0."""
+    yarn_factor: float = 1.0
+    """How much longer contexts are than `yarn_original`; 1 leaves positions alone."""
+    yarn_original: int = 256
 
     def is_attention(self, layer: int) -> bool:
         """Whether `layer` attends."""
@@ -62,7 +65,7 @@ class Shape(DemoConfig):
         stream, which has to be set afterwards.
         """
         arguments = DemoConfig.to_transformers(self)
-        for own in ("attention_layers", "has_ngram", "is_dense"):
+        for own in ("attention_layers", "has_ngram", "is_dense", "yarn_factor", "yarn_original"):
             del arguments[own]
         arguments["layer_types"] = [
             "full_attention" if self.is_attention(layer) else "linear_attention"
@@ -72,6 +75,12 @@ class Shape(DemoConfig):
         arguments["hc_count"] = max(2, self.hc_count)
         third = self.rotary_dim // 6
         arguments["rope_parameters"]["mrope_section"] = [self.rotary_dim // 2 - 2 * third, third, third]
+        if self.yarn_factor > 1:
+            arguments["rope_parameters"] |= {
+                "rope_type": "yarn",
+                "factor": self.yarn_factor,
+                "original_max_position_embeddings": self.yarn_original,
+            }
         if self.is_dense:
             arguments["indexer_budget"] = self.max_position_embeddings * self.indexer_compress_ratio
         if not self.has_ngram:

@@ -3,13 +3,13 @@
 from shared.model_config import IndexerConfig, NgramConfig, Qwen4ExpConfig
 from shared.placement.memory_plan import Placement, slots_of, work_space
 from shared.placement.sizes import ExpertSizes
+from shared.rope_scaling import RopeScaling, ScalingType
 
 GIB, MIB = 1 << 30, 1 << 20
 
 REAL_CONFIG = Qwen4ExpConfig(
     num_layers=48,
     num_prediction_layers=0,
-    context_length=262144,
     vocab_size=248320,
     hidden=2560,
     num_streams=4,
@@ -20,6 +20,7 @@ REAL_CONFIG = Qwen4ExpConfig(
     head_dim=256,
     rope_dim=64,
     rope_base=1e7,
+    rope_scaling=RopeScaling(ScalingType.NONE, 262144),
     indexer=IndexerConfig(num_heads=4, head_dim=128, token_budget=2048),
     compress_ratios=(0, 0, 0, 4) * 12,
     is_recurrent=(True, True, True, False) * 12,

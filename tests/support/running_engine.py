@@ -20,6 +20,7 @@ import torch
 from cpu_worker.expert_layer import ExpertLayer
 from cpu_worker.native_slots import NativeExperts
 from cpu_worker.worker import ExpertService
+from gpu_worker.conversations import ConversationCache
 from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.interface import Device
 from gpu_worker.device.torch_device import TorchDevice
@@ -87,6 +88,7 @@ class RunningEngine:
         settings: GpuWorkerConfig | None = None,
         recorder: TraceWriter | None = None,
         stages_from_disk: bool = False,
+        conversation_cache_bytes: int = 0,
     ) -> None:
         """On the CpuDevice, or on a TorchDevice where `torch_device` is given. Experts come from a pool with
         `places_per_layer`, if it is not 0, and are served in machine code if `natively`. Where there are
@@ -130,8 +132,14 @@ class RunningEngine:
             placement=self.placement,
             recorder=recorder,
         )
+        self.conversations = ConversationCache(self.model.pages, conversation_cache_bytes)
         self.engine = Engine(
-            self.model, self.device.torch_device, self.scheduler, self.messages.put, self.workers
+            self.model,
+            self.device.torch_device,
+            self.scheduler,
+            self.messages.put,
+            self.workers,
+            self.conversations,
         )
         self._answers: dict[str, Answer] = {}
         self._numbers = itertools.count()

@@ -212,3 +212,17 @@ async def test_room_is_told_before_anything_is_done_for_a_request() -> None:
     admission.drain()
     with pytest.raises(DrainingError):
         admission.check_room()
+
+
+async def test_several_places_are_free_together_or_not_at_all() -> None:
+    """Those that run and those that wait; what is too much is said in numbers."""
+    admission = Admission(max_running=2, queue_size=2)
+    assert admission.capacity == 4
+    async with admission.enter():
+        admission.check_room(3)
+        with pytest.raises(QueueFullError, match=r"leaves 3 places .* for 4 answers"):
+            admission.check_room(4)
+        async with admission.enter(), admission.enter():
+            admission.check_room(1)
+            with pytest.raises(QueueFullError, match="1 places"):
+                admission.check_room(2)

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from gateway.api import answering
+from gateway.api import responding
 from shared.errors import WorkerFailedError
 from shared.link import PeerState
 from shared.messages import ExpertBytes, Heartbeat, PrefillProgress, RouteCounts, TokenChunk
@@ -101,7 +101,7 @@ async def test_a_request_waits_for_a_worker_that_is_restarted_in_its_turn() -> N
 
 async def test_nobody_waits_longer_for_a_worker_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those either whose turn has not come: their waits do not add up."""
-    monkeypatch.setattr(answering, "_RECOVERY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(responding, "_RECOVERY_TIMEOUT_S", 0.2)
     async with gateway(parallel=1) as running:
         first = asyncio.ensure_future(ask(running, ASK))
         await running.workers.requests.get()

@@ -71,6 +71,19 @@ def stream(*texts: str, end: str = "data: [DONE]\n\n") -> bytes:
     return ("".join(f": a comment\n\ndata: {event}\n\n" for event in events) + end).encode()
 
 
+def test_an_answer_that_repeats_itself_is_said_to_and_kept_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    choice = {"delta": {}, "finish_reason": "length", "stop_reason": "repetition_detected"}
+    end = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    with scripted(Script(stream("----", end=end), stream("fine"))) as script:
+        talk = chat(script)
+        assert talk.say("one")
+        assert talk.say("two")
+        assert script.asked[1]["messages"][-2] == {"role": "assistant", "content": "----"}
+    assert capsys.readouterr().out == "---- [ended: it repeats itself]\nfine\n"
+
+
 def chat(script: Script) -> Chat:
     return Chat(script.url, [{"role": "system", "content": "s"}], {"temperature": 0.5})
 

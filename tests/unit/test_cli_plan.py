@@ -95,14 +95,16 @@ def test_too_little_ram_for_anything(capsys: pytest.CaptureFixture[str]) -> None
     """What is needed before any expert counts, and what stays free; nothing is expected of it then."""
     plan = as_json(capsys, "--device", "cpu", "--ram", "512MiB")
     (shortage,) = plan["short"]
-    fixed = sum(plan["ram"][name] for name in ("dense", "context", "rows", "processes", "slots"))
+    fixed = sum(
+        plan["ram"][name] for name in ("dense", "context", "conversations", "rows", "processes", "slots")
+    )
     assert (shortage["purpose"], shortage["needed"]) == ("before any expert", fixed + (128 << 20))
     assert shortage["num_bytes"] == shortage["needed"] - (512 << 20)
     assert planned("--device", "cpu", "--ram", "512MiB") == 1
     report = capsys.readouterr().out
     assert "expect" not in report
     assert report.splitlines()[-1].startswith(
-        "does not fit: 1.06 GiB of RAM are needed before any expert, 512 MiB are there; short of "
+        "does not fit: 1.09 GiB of RAM are needed before any expert, 512 MiB are there; short of "
     )
     assert "disk, which" not in report
 
@@ -248,7 +250,7 @@ def test_short_of_device_memory(real: Path, capsys: pytest.CaptureFixture[str]) 
     plan = as_json(capsys, real, "--vram", "20GiB", "--ram", "80GiB", *few)
     remedy = "--prefill 16384 fits, or --prefill auto takes what does, or raise --expert-cache"
     assert [each["remedy"] for each in plan["short"]] == [remedy]
-    few = ("--vram", "12.5GiB", "--ram", "80GiB", "--expert-cache", "100")
+    few = ("--vram", "12.6GiB", "--ram", "84GiB", "--expert-cache", "100", "--conversation-cache-mib", "0")
     (shortage,) = as_json(capsys, real, *few)["short"]
     assert shortage["remedy"] == "raise --expert-cache, or take --expert-cache 0"
     assert as_json(capsys, real, *few, "--expert-cache", "0")["starts"]
@@ -328,3 +330,26 @@ def test_probe_of_a_disk(tmp_path: Path) -> None:
     rate = rates.probe_disk(path, 5000)
     assert rate is None or rate > 0
     assert rates.probe_disk(path, 1 << 19) is None
+
+
+def test_contexts_beyond_the_trained_length(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What does not reach so far says what would, and with that the plan is for the longer context."""
+    machine = ("--vram", "24GiB", "--ram", "128GiB", "--kv-grow")
+    assert as_json(capsys, real, *machine, "--context", "500000")["max_context"] == 262144
+    planned(real, *machine, "--context", "500000")
+    report = capsys.readouterr().out
+    assert "context  --max-context is 500000, but the model reaches 262144 tokens (positions are" in report
+    assert "for more, add --rope-scaling yarn --rope-scale 2" in report
+    scaled = (*machine, "--context", "500000", "--rope-scaling", "yarn", "--rope-scale", "2")
+    assert as_json(capsys, real, *scaled)["max_context"] == 500000
+    planned(real, *scaled)
+    assert (
+        "context  500000 tokens at most; positions are scaled: yarn, 2 times 262144 tokens"
+        in capsys.readouterr().out
+    )
+
+
+def test_scaling_that_cannot_be(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is planned."""
+    assert planned(real, "--device", "cpu", "--rope-scale", "2") == 2
+    assert "--rope-scale is 2, but --rope-scaling is 'none'" in capsys.readouterr().err

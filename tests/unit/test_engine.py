@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,10 +17,10 @@ from benchmarks.in_process import InProcessModel
 from gpu_worker.engine import AbortAll
 from gpu_worker.state.sequence_state import SequenceState
 from shared.errors import WorkerFailedError
-from shared.messages import AbortRequest, RequestFailed, RequestFinished, Sampling
+from shared.messages import REPETITION, AbortRequest, RequestFailed, RequestFinished, Sampling, TokenChunk
 from shared.ring import Arrays
 from shared.run_directory import Role
-from tests.support.running_engine import TIMEOUT_S, Answer, running_engine
+from tests.support.running_engine import GREEDY, TIMEOUT_S, Answer, running_engine
 from tests.support.tiny_model import tiny_model
 
 LONG = [int(token_id) for token_id in np.random.default_rng(0).integers(0, 256, 100)]
@@ -83,6 +84,50 @@ def test_end_of_text(path: Path, alone: Callable[[list[int], int], list[int]]) -
         answer = running.answer("a")
         assert answer.token_ids == expected[: last + 1]
         assert finish_reason(answer) == "stop"
+
+
+def test_a_stop_token(path: Path, alone: Callable[[list[int], int], list[int]]) -> None:
+    """It ends an answer as an end of text does, and is named."""
+    expected = alone(SHORT, 8)
+    last = next(place for place in range(8) if expected[place] not in expected[:place] and place >= 2)
+    with running_engine(path) as running:
+        running.ask("a", SHORT, 8, stop_token_ids=[expected[last]])
+        answer = running.answer("a")
+        assert answer.token_ids == expected[: last + 1]
+        assert isinstance(answer.end, RequestFinished)
+        assert (answer.end.finish_reason, answer.end.stop_reason) == ("stop", expected[last])
+
+
+def test_one_token_over_and_over(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A bias makes the model broken; who asks for it has it go on."""
+    forced = msgspec.structs.replace(GREEDY, logit_bias=[(5, 100.0)])
+    with running_engine(path) as running:
+        running.ask("a", SHORT, 300, sampling=forced)
+        running.ask("b", SHORT, 300, sampling=forced, may_repeat=True)
+        for request_id, length, reason in (("a", 256, REPETITION), ("b", 300, None)):
+            answer = running.answer(request_id)
+            assert answer.token_ids == [5] * length
+            assert isinstance(answer.end, RequestFinished)
+            assert (answer.end.finish_reason, answer.end.stop_reason) == ("length", reason)
+    assert "a ended after 256 tokens: the model repeats token 5" in caplog.text
+
+
+def test_logprobs_come_with_their_tokens(path: Path) -> None:
+    """Of the model, whose logits are known."""
+    with running_engine(path) as running:
+        running.ask("a", SHORT, 3, sampling=msgspec.structs.replace(GREEDY, num_top_logprobs=2))
+        chunks = []
+        while not isinstance(message := running.messages.get(timeout=TIMEOUT_S), RequestFinished):
+            chunks += [message] if isinstance(message, TokenChunk) else []
+    logits = InProcessModel(path).logits(SHORT)[-1].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum())
+    ranked = np.argsort(-expected)
+    (first,) = chunks[0].logprobs
+    assert chunks[0].token_ids == [ranked[0]]
+    assert first.top_token_ids == ranked[:2].tolist()
+    assert first.top_logprobs == pytest.approx(expected[ranked[:2]], abs=1e-3)
+    assert first.logprob == first.top_logprobs[0]
+    assert [len(chunk.logprobs) for chunk in chunks] == [1, 1, 1]
 
 
 def test_logits_of_a_prompt(path: Path, tmp_path: Path) -> None:

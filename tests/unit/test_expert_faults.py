@@ -10,7 +10,7 @@ lent.
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -381,7 +381,7 @@ def test_memory_that_is_waited_for_in_vain(path: Path, alone: Alone, spared: Spa
     """Before a step has begun, nothing is known of it: what the step before has read, or could not read, is
     not its business."""
 
-    def stall(lengths: Iterable[int]) -> None:
+    def stall(num_bytes: int) -> None:
         running.workers.claim_context = claim  # type: ignore[method-assign]
         raise stalled(0.1)
 
@@ -631,9 +631,8 @@ def test_memory_that_cannot_be_lent(path: Path, alone: Alone) -> None:
         wait_until_loaded(running)
         placement = placement_of(running)
         cache, share = placement.cache, placement.cache.num_bytes // 4
-        placement.rules = replace(
-            placement.rules, context_bytes=lambda length: share if length > 20 else 0, set_aside_bytes=0
-        )
+        running.model.pages.bytes_with = lambda num_more: share  # type: ignore[method-assign]
+        placement.rules = replace(placement.rules, set_aside_bytes=0)
         keep, cache.keeps_lent = cache._keep, True
 
         def fail(segment: Segment) -> None:

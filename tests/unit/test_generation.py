@@ -33,11 +33,11 @@ async def read(
     async with (
         gateway() as running,
         running.engine.open(request(tokenizer), lambda: None) as answers,
-        aclosing(generation.text(answers)) as text,
+        aclosing(generation.pieces(answers)) as parts,
     ):
         for message in messages:
             running.say(message)
-        pieces = [piece async for piece in text]
+        pieces = [piece.text async for piece in parts]
         return pieces, generation, running.workers.aborted
 
 
@@ -50,7 +50,7 @@ async def test_text_comes_token_by_token() -> None:
     pieces, generation, _ = await read([progress, *chunks(*b"abc"), finished("a", "length", 3)])
     assert pieces == ["a", "b", "c"]
     outcome = generation.outcome
-    assert (outcome.finish_reason, outcome.stop_string, outcome.num_output_tokens) == ("length", None, 3)
+    assert (outcome.finish_reason, outcome.stop_reason, outcome.num_output_tokens) == ("length", None, 3)
     assert generation.first_token_at is not None
     assert len(generation.gaps_s) == 2
 
@@ -103,7 +103,7 @@ async def test_a_stop_string_ends_it_and_stops_the_worker() -> None:
     assert "".join(pieces) == "one "
     assert aborted == ["a"]
     outcome = generation.outcome
-    assert (outcome.finish_reason, outcome.stop_string) == ("stop", "END")
+    assert (outcome.finish_reason, outcome.stop_reason) == ("stop", "END")
     assert outcome.num_output_tokens == len("one END")
 
 
@@ -114,7 +114,7 @@ async def test_a_stop_string_may_begin_in_one_token_and_end_in_another() -> None
     ]
     pieces, generation, _ = await read([*message, finished("a", "abort", 6)], ["<>"])
     assert "".join(pieces) == "ab"
-    assert generation.outcome.stop_string == "<>"
+    assert generation.outcome.stop_reason == "<>"
 
 
 async def test_what_was_held_back_comes_at_the_end() -> None:
@@ -127,7 +127,7 @@ async def test_a_stop_string_that_waited_for_an_outer_one_counts_at_the_end() ->
     """ "b" is found, but "abc" may still come, which starts first."""
     pieces, generation, aborted = await read([*chunks(*b"xab"), finished("a", "length", 3)], ["abc", "b"])
     assert "".join(pieces) == "xa"
-    assert (generation.outcome.finish_reason, generation.outcome.stop_string) == ("stop", "b")
+    assert (generation.outcome.finish_reason, generation.outcome.stop_reason) == ("stop", "b")
     assert aborted == []
 
 
@@ -137,7 +137,7 @@ async def test_a_failure_comes_after_the_text_before_it() -> None:
     async with gateway() as running, running.engine.open(request(tokenizer), lambda: None) as answers:
         for message in (*chunks(*b"ab"), failed("a")):
             running.say(message)
-        text = generation.text(answers)
-        assert [await anext(text), await anext(text)] == ["a", "b"]
+        text = generation.pieces(answers)
+        assert [(await anext(text)).text, (await anext(text)).text] == ["a", "b"]
         with pytest.raises(GenerationError, match="it broke"):
             await anext(text)

@@ -42,6 +42,15 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"chat template +\d+ bytes", report)
 
 
+def test_scaled_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Why a file reaches further than the model was trained for."""
+    model = tiny_model()
+    model.metadata["qwen4exp.rope.scaling.type"] = (ValueType.STRING, "yarn")
+    model.metadata["qwen4exp.rope.scaling.factor"] = (ValueType.FLOAT32, 4.0)
+    inspect(str(model.write(tmp_path / "tiny.gguf")))
+    assert "2048 tokens (yarn, 4 times 512 tokens), vocabulary 271" in capsys.readouterr().out
+
+
 def test_bytes_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No tensor is left out of the classes."""
     path = tiny_model().write(tmp_path / "tiny.gguf")

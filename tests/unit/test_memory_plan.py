@@ -1,6 +1,6 @@
 """What fits: slots, the complement, work space; held against the sizes that the original engine logged."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from gpu_worker.device.torch_device import TorchDevice
 from gpu_worker.model.qwen4exp import Qwen4Exp
+from gpu_worker.state.pages import PagePool
 from gpu_worker.state.sequence_state import SequenceState
 from shared.gguf.model import GGUFModel
 from shared.memory_budget import Memory, Needs
@@ -144,22 +145,19 @@ def test_states_are_as_large_as_sequences_make_them(tmp_path: Path) -> None:
     """What the plan counts is what a sequence holds after so many tokens, on any device."""
     with GGUFModel(tiny_model(has_prediction=True).write(tmp_path / "tiny.gguf")) as model:
         config = read_model_config(model)
-    state = SequenceState(config, torch.device("cpu"))
+    pool = PagePool(config, torch.device("cpu"))
+    state = SequenceState(config, pool)
     fixed = sum(
-        tensor.nbytes for delta in state.delta.values() for tensor in (delta.matrices, delta.conv_inputs)
+        getattr(delta, field.name).nbytes for delta in state.delta.values() for field in fields(delta)
     )
-    assert state.ngram_conv_inputs is not None
-    fixed += state.ngram_conv_inputs.nbytes
-    growing = 0
-    for layer, attention in state.attention.items():
-        for rows in (attention.keys, attention.values):
-            rows.reserve(1024)
-            growing += rows.num_bytes
-        attention.block_keys.reserve(1024 // config.compress_ratios[layer])
-        growing += attention.block_keys.num_bytes
-        attention.open_keys.reserve(1)
-        fixed += attention.open_keys.num_bytes
-    assert context_bytes(config, 1024) == growing
+    fixed += sum(attention.raw_keys.nbytes for attention in state.attention.values())
+    assert state.ngram_inputs is not None
+    fixed += state.ngram_inputs.nbytes
+    state.reserve(1024)
+    growing = sum(
+        rows.nbytes for store in pool.stores.values() for rows in (store.keys, store.values, store.block_keys)
+    )
+    assert context_bytes(config, 1024) == growing == pool.num_bytes
     assert state_bytes(config) == fixed
 
 
@@ -192,9 +190,10 @@ def test_dense_weights_are_as_large_as_the_device_makes_them(tmp_path: Path) -> 
 
 
 def test_real_states() -> None:
-    """50,688 bytes of each position; 113 MB of delta nets and 4.4 MB of their inputs."""
+    """50,688 bytes of each position; 113 MB of delta nets, 16.2 MB of their inputs, 14.2 MB of their tokens
+    that are pending."""
     assert context_bytes(REAL_CONFIG, 32768) == 32768 * 12 * (2 * 2 * 256 * 4 + 128)
-    assert 118e6 < state_bytes(REAL_CONFIG) < 119e6
+    assert 144e6 < state_bytes(REAL_CONFIG) < 145e6
 
 
 def test_what_the_device_needs_beside_experts() -> None:

@@ -135,6 +135,8 @@ RARE = (
     "nextn_predict_layers",
     "attention.recurrent_layers",
     "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
     "expert_gating_func",
     "expert_weights_scale",
 )
@@ -218,9 +220,9 @@ REFUSED: dict[str, tuple[Callable[[TinyModel], None], str]] = {
         "recurrent_layers is .*an array of 4 booleans",
     ),
     "values of other width": (_set("attention.value_length", 64), "value_length is 64.*the key length, 32"),
-    "scaled positions": (
-        _set("rope.scaling.type", "yarn", ValueType.STRING),
-        "scaling.type is 'yarn'.*'none'",
+    "positions scaled otherwise": (
+        _set("rope.scaling.type", "longrope", ValueType.STRING),
+        "scaling.type is 'longrope'.*'none', 'linear', 'yarn'",
     ),
     "sigmoid router": (_set("expert_gating_func", 2, ValueType.UINT32), "gating_func is 2.*softmax"),
     "epsilon of zero": (_set("attention.layer_norm_rms_epsilon", 0.0), "rms_epsilon is 0.0.*above 0"),

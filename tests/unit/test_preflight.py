@@ -85,6 +85,7 @@ def test_a_model_that_is_not_run(path: Path) -> None:
     [
         ({"device": "gpu"}, "^--device is 'gpu'; it can be auto, cpu, cuda or cuda:N"),
         ({"cpu_worker_cpus": "a"}, "^--cpu-worker-cpus is 'a'; expected CPUs as 0-7"),
+        ({"rope_scaling": "yarn"}, "^--rope-scaling is 'yarn', but neither --rope-scale nor the file says"),
         ({"stager_cpus": "3-1"}, "^--stager-cpus is '3-1'; the CPUs 3-1 run backwards"),
     ],
 )

@@ -45,6 +45,13 @@ def compute(works: list[Work]) -> None:
             advanced.token_ids.append(0)
 
 
+def next_step(scheduler: Scheduler) -> list[Work]:
+    """With whoever may begin."""
+    while scheduler.admit() is not None:
+        pass
+    return scheduler.schedule()
+
+
 def described(works: list[Work]) -> list[tuple[str, int, int]]:
     return [(work.sequence.request_id, work.start, work.stop) for work in works]
 
@@ -61,7 +68,7 @@ def test_a_prompt_in_chunks_beside_one_that_generates() -> None:
         scheduler.add(sequence(name, length, 100))
     steps = []
     for _ in range(6):
-        works = scheduler.schedule()
+        works = next_step(scheduler)
         steps.append(described(works))
         compute(works)
     assert steps == [
@@ -80,7 +87,7 @@ def test_waiting_for_a_place() -> None:
     first, second, third = (sequence(name, 2) for name in "abc")
     for added in (first, second, third):
         scheduler.add(added)
-    scheduler.schedule()
+    next_step(scheduler)
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
     assert list(scheduler) == [first, second, third]
     assert scheduler.find("b") is second
@@ -88,7 +95,7 @@ def test_waiting_for_a_place() -> None:
     scheduler.remove(second)
     scheduler.remove(second)
     scheduler.remove(first)
-    assert described(scheduler.schedule()) == [("c", 0, 2)]
+    assert described(next_step(scheduler)) == [("c", 0, 2)]
 
 
 @pytest.mark.parametrize(("stop", "reaches_end"), [(3, False), (5, True)])
@@ -132,7 +139,7 @@ def test_every_request_ends_once(
                 scheduler.remove(found)
                 ends[name] += 1
         decoding = [running for running in scheduler if running.state and not running.is_prefilling]
-        works = scheduler.schedule()
+        works = next_step(scheduler)
         assert scheduler.num_running <= max_running
         assert (works == []) == (scheduler.num_running == 0)
         # Whoever generates is in every step with one token; besides them at most one chunk of a prompt.

@@ -61,13 +61,12 @@ def test_everything_unsupported_is_a_field_and_has_harmless_values_of_its_type(
 
 def test_a_refusal_says_what_to_send_instead() -> None:
     with pytest.raises(
-        InvalidRequestError, match=r"n is not supported .* leave it out, or send 1$"
+        InvalidRequestError, match=r"tools is not supported .* leave it out, or send \[\]$"
     ) as caught:
-        refuse_unsupported(chat(n=3))
-    assert (caught.value.param, caught.value.code) == ("n", "unsupported_parameter")
-    completion = msgspec.convert({"prompt": "a", "logprobs": 2}, CompletionRequest)
+        refuse_unsupported(chat(tools=[{}]))
+    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
     with pytest.raises(InvalidRequestError, match=r"leave it out$"):
-        refuse_unsupported(completion)
+        refuse_unsupported(chat(structured_outputs={}))
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,22 @@ from hypothesis import strategies as st
 from gpu_worker.experts.counts import Way
 from gpu_worker.sampler import Sampler
 from gpu_worker.sequence import Clock, Sequence
-from shared.messages import ExpertBytes, GenerateRequest, RouteCounts, Sampling
+from shared.messages import REPETITION, ExpertBytes, GenerateRequest, RouteCounts, Sampling
 
 SAMPLING = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
-def sequence(prompt: list[int], generated: list[int] | None = None, max_new_tokens: int = 3) -> Sequence:
+def sequence(
+    prompt: list[int], generated: list[int] | None = None, max_new_tokens: int = 3, may_repeat: bool = False
+) -> Sequence:
     request = GenerateRequest(
         request_id="a",
         prompt_token_ids=prompt,
         max_new_tokens=max_new_tokens,
         eos_token_ids=[7, 8],
+        stop_token_ids=[8, 9],
         sampling=SAMPLING,
+        may_repeat=may_repeat,
     )
     return Sequence(request, Sampler(SAMPLING), Clock(0.0), [*prompt, *(generated or [])])
 
@@ -64,6 +68,43 @@ def test_windows_anywhere(token_ids: list[int], start: int, size: int, ngram_siz
 def test_finish_reason(generated: list[int], max_new_tokens: int, reason: str | None) -> None:
     """An end-of-text token wins over the limit it just meets; one in the prompt ends nothing."""
     assert sequence([1, 7], generated, max_new_tokens).finish_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("generated", "ending"),
+    [
+        ([1, 9], ("stop", 9)),
+        ([1, 2, 9], ("stop", 9)),
+        ([1, 8], ("stop", None)),
+        ([1, 2, 3], ("length", None)),
+    ],
+)
+def test_a_stop_token_is_named(generated: list[int], ending: tuple[str, int | None]) -> None:
+    """It wins over the limit too; an end-of-text token among them is one as ever."""
+    ended = sequence([9], generated)
+    assert (ended.finish_reason, ended.stop_reason) == ending
+
+
+@pytest.mark.parametrize(
+    ("generated", "ending"),
+    [
+        ([4] * 80, (None, None)),
+        ([4] * 255, (None, None)),
+        ([4] * 256, ("length", REPETITION)),
+        ([1, *[4] * 256], ("length", REPETITION)),
+        ([4] * 256 + [1], (None, None)),
+        ([4] * 200 + [1] + [4] * 200, (None, None)),
+        ([4, 5] * 200, (None, None)),
+    ],
+)
+def test_one_token_over_and_over_ends_it(generated: list[int], ending: tuple[str | None, str | None]) -> None:
+    """What the prompt repeats does not count, nor does a ruled line; and who wants it may have it."""
+    ended = sequence([4] * 300, generated, 1000)
+    assert (ended.finish_reason, ended.stop_reason) == ending
+    exempt = sequence([4], generated, 1000, may_repeat=True)
+    assert (exempt.finish_reason, exempt.stop_reason) == (None, None)
+    full = sequence([4], generated, len(generated))
+    assert (full.finish_reason, full.stop_reason) == ("length", None)
 
 
 def test_before_the_first_step() -> None:
