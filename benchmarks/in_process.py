@@ -23,6 +23,7 @@ from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.state.checkpoint import Checkpoint
 from gpu_worker.state.sequence_state import SequenceState
 from shared.config import GpuWorkerConfig
+from shared.draft_model import open_model
 from shared.gguf.model import GGUFModel
 from shared.model_config import NgramConfig, Qwen4ExpConfig, read_model_config
 from shared.native.team import Team
@@ -89,11 +90,12 @@ class InProcessModel:
         num_threads: int = 1,
         team: Team | None = None,
         settings: GpuWorkerConfig | None = None,
+        draft_path: Path | None = None,
     ) -> None:
         """On the CpuDevice, or on a TorchDevice where `torch_device` is given. `team` computes everything
         then, instead of one of `num_threads` and, for the experts, another of one. Of `settings` only how
         positions are scaled is taken."""
-        self.file = model = GGUFModel(path)
+        self.file = model = open_model(path, draft_path)
         self.config = read_model_config(model, settings)
         check_tensors(model, self.config)
         self.device: Device

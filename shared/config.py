@@ -56,6 +56,13 @@ class CommonConfig:
     model: Path = setting(
         DEMO_MODEL_PATH, "GGUF file to serve; any one part of a split set", group=_MODEL, unit="PATH"
     )
+    draft_model: Path | None = setting(
+        None,
+        "GGUF file with the model's prediction block, where that comes by itself; its embedding and output "
+        "matrix are not used",
+        group=_MODEL,
+        unit="PATH",
+    )
     run_dir: Path | None = setting(
         None,
         "directory of this stack's sockets and locks, private to it; "

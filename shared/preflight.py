@@ -17,6 +17,7 @@ from shared.config import (
     check_heartbeats,
     prefill_setting,
 )
+from shared.draft_model import open_model
 from shared.errors import ResourceError
 from shared.expert_blobs import BlobLayout, ExpertMode, expert_tensors
 from shared.gguf.model import GGUFModel
@@ -52,7 +53,7 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     tokens = _ring_tokens(gpu_worker)
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
-    with GGUFModel(gateway.model) as model:
+    with open_model(gateway.model, gateway.draft_model) as model:
         config = read_model_config(model, gpu_worker, with_prediction=gpu_worker.uses_prediction)
         check_tensors(model, config)
         if cpu_worker.experts == ExpertMode.RESIDENT:

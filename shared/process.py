@@ -29,6 +29,7 @@ from typing import Generic, NoReturn, TypeVar
 import uvloop
 
 from shared.config import PROCESS_CONFIGS, CommonConfig, check_heartbeats
+from shared.draft_model import open_model
 from shared.errors import ConfigError, StartError
 from shared.gguf.model import GGUFModel
 from shared.link import Identity, close_links
@@ -161,7 +162,7 @@ def _exit_code(
             warn_of_unknown_variables()
         check_platform()
         check_heartbeats(config)
-        model = GGUFModel(config.model)
+        model = open_model(config.model, config.draft_model)
         # From here on there is something to clean up: a signal waits until the loop has its handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         directory = RunDirectory(config.run_dir)

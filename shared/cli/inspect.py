@@ -7,6 +7,7 @@ import argparse
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from shared.draft_model import open_model
 from shared.gguf.file import MetadataValue
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig, read_model_config
@@ -17,11 +18,14 @@ from shared.tensor_catalog import TensorClass, check_tensors, classify
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `strata inspect`."""
     parser.add_argument("model_path", metavar="MODEL.gguf", type=Path, help="any one part of a split set")
+    parser.add_argument(
+        "--draft-model", metavar="PATH", type=Path, help="GGUF file with the model's prediction block"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints the report."""
-    with GGUFModel(parsed.model_path) as model:
+    with open_model(parsed.model_path, parsed.draft_model) as model:
         config = read_model_config(model)
         print(
             "\n".join([*_files(model), *_architecture(config), *_tensors(model, config), *_tokenizer(model)])

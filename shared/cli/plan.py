@@ -14,6 +14,7 @@ from dataclasses import replace
 from shared.cli.plan_report import as_json, as_text
 from shared.cli.stack_arguments import add_stack_arguments, stack_configs
 from shared.config import CpuWorkerConfig, GpuWorkerConfig, check_device
+from shared.draft_model import open_model
 from shared.errors import ConfigError
 from shared.gguf.model import GGUFModel
 from shared.memory_budget import Memory, read_memory
@@ -101,7 +102,7 @@ def run(parsed: argparse.Namespace) -> int:
     check_device(gpu_worker.device)
     device_bytes = _device_bytes(parsed.vram, gpu_worker)
     memory = read_memory() if parsed.ram is None else Memory(parsed.ram, parsed.ram)
-    with GGUFModel(gpu_worker.model) as model:
+    with open_model(gpu_worker.model, gpu_worker.draft_model) as model:
         config = read_model_config(model, gpu_worker, with_prediction=gpu_worker.uses_prediction)
         check_tensors(model, config)
         rates, origins = _rates(parsed, model, config, gpu_worker, cpu_worker, device_bytes)

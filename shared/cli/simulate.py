@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from shared.cli.progress import ProgressLine
 from shared.config import SWAP_POLICIES
 from shared.demo_model import DEMO_MODEL_PATH, DEMO_TRACE_PATH
+from shared.draft_model import open_model
 from shared.errors import ConfigError
 from shared.expert_blobs import BlobLayout
-from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
 from shared.placement import profile
 from shared.placement.policies import DECAY, EVERY, MOST_SWAPS
@@ -137,6 +137,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"size of an expert where no model is named (default {_DEFAULT_BLOB_MIB:g}, or that of the demo "
         "model for its trace)",
     )
+    parser.add_argument(
+        "--draft-model",
+        type=Path,
+        metavar="PATH",
+        help="GGUF file with that model's prediction block, where it was traced with one",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -199,7 +205,7 @@ def _blob_bytes(parsed: argparse.Namespace, header: TraceHeader) -> NDArray[np.i
     path = parsed.model or (DEMO_MODEL_PATH if is_demo else None)
     if path is None:
         return np.full(header.num_layers, round((parsed.blob_mib or _DEFAULT_BLOB_MIB) * _MIB), np.int64)
-    with GGUFModel(path) as model:
+    with open_model(path, parsed.draft_model) as model:
         identity = profile.model_identity(model, read_model_config(model))
         if identity != header.identity:
             raise ConfigError(

@@ -30,11 +30,15 @@ def stack_configs(parsed: argparse.Namespace, **overrides: Any) -> dict[Role, Co
         Role(name): resolve(kind, flags=flags, environment=os.environ, known=known, defaults=_DEFAULTS)
         for name, kind in PROCESS_CONFIGS.items()
     }
-    return {role: _with_absolute_model(config) for role, config in configs.items()}
+    return {role: _with_absolute_models(config) for role, config in configs.items()}
 
 
-def _with_absolute_model(config: CommonConfig) -> CommonConfig:
+def _with_absolute_models(config: CommonConfig) -> CommonConfig:
+    draft = config.draft_model
     return type(config)(
         **{name: getattr(config, name) for name in settings_of(type(config))}
-        | {"model": Path(config.model).expanduser().absolute()}
+        | {
+            "model": Path(config.model).expanduser().absolute(),
+            "draft_model": None if draft is None else Path(draft).expanduser().absolute(),
+        }
     )

@@ -7,7 +7,7 @@ list, and part 1 carries the metadata.
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,8 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 
 
 class GGUFModel:
-    """All parts of one model, read-only. Tensors are found by name, wherever they lie."""
+    """All parts of one model, read-only. Tensors are found by name, wherever they lie. `path` is what the
+    user has named."""
 
     def __init__(self, path: Path) -> None:
         """Opens every part. Raises ModelFileError naming the part that is missing or does not belong."""
@@ -55,6 +56,17 @@ class GGUFModel:
         part = self._home[name]
         info = part.tensors[name]
         return part.raw(info).reshape(*info.shape[:-1], info.type.row_bytes(info.shape[-1]))
+
+    def join(self, other: "GGUFModel", names: Iterable[str], metadata: Mapping[str, MetadataValue]) -> None:
+        """Takes over another model: tensors of those names are this one's from now on, and so are its files.
+        The metadata are changed to these. Raises ModelFileError for a tensor that is here already."""
+        for name in names:
+            part = other.home(name)
+            if name in self._home:
+                raise ModelFileError(f"{part.path}: tensor {name} is also in {self._home[name].path}")
+            self._home[name] = part
+        self.parts = [*self.parts, *other.parts]
+        self.metadata = {**self.metadata, **metadata}
 
     @property
     def num_bytes(self) -> int:

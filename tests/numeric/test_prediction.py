@@ -3,6 +3,8 @@
 Logits spread by 2 to 5, as those of the trunk do; errors of up to 3e-5 were observed.
 """
 
+import errno
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,13 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.in_process import InProcessModel, RunningSequence
+from cpu_worker.expert_layer import ExpertLayer
+from cpu_worker.worker import ExpertService
 from gpu_worker.model.batch import Batch, Span
 from gpu_worker.model.interface import RoutedExperts
 from gpu_worker.sampler import likeliest_tokens
 from shared.demo_model import DEMO_MODEL_PATH
+from shared.errors import DiskError
 from shared.gguf.model import GGUFModel
+from shared.native.team import Team
+from shared.ring import Arrays
+from shared.work_slots import ExpertHeader, expert_ring
 from tests.numeric.test_native_step import with_torch_layers
-from tests.support.expert_ring import served_experts
+from tests.support.draft_models import split_draft
+from tests.support.expert_ring import cpu_way, open_ring, served, served_experts
 from tests.support.model_cases import PREDICTION_CASES
 from tests.support.prepared import Prepared
 from tests.support.reference_prediction import ReferencePrediction
@@ -157,6 +166,48 @@ def test_in_one_call_behind_a_ring(prepared: Prepared, way_of: Callable[[Path, s
         assert experts.counts.expert_bytes.sum() > 0
 
 
+def test_an_expert_that_is_lost(
+    prepare: Callable[[str], Prepared], way_of: Callable[[Path, str], InProcessModel]
+) -> None:
+    """Costs the sequence that needs it, by the block's layer; the others have what they would have."""
+    path = prepare("prediction").reference.path
+    model = way_of(path, "tasks")
+    token_ids = prepare("prediction").prompt(30)
+    block = model.config.num_layers
+    file = GGUFModel(path)
+    with open_ring(expert_ring(model.config, 64)) as client:
+        layers, team = [ExpertLayer(file, layer) for layer in range(block + 1)], Team(1)
+        service, is_bad = ExpertService(layers, team), threading.Event()
+
+        def serve(slot: Arrays) -> None:
+            service(slot)
+            if is_bad.is_set():
+                slot["header"][ExpertHeader.NUM_LOST] = 1
+                slot["failures"][0] = errno.EIO, 5
+
+        with served(client, serve, None):
+            experts = cpu_way(client, file, 60)
+            results = []
+            for _ in range(2):
+                both = [Drafting(model, token_ids), Drafting(model, token_ids[:20])]
+                spans = [drafting.span(number, 1) for number, drafting in enumerate(both)]
+                streams = torch.cat([drafting.trunk_streams[:1] for drafting in both])
+                batch = Batch(torch.tensor([token_ids[1]] * 2), torch.zeros(2, dtype=torch.int64), spans)
+                experts.begin_step([1, 2], 0)
+                results.append(model.model.predict(batch, streams, experts).numpy().copy())
+                is_bad.set()
+            failure = experts.counts.failure(0, 1)
+            assert failure is not None
+            assert f"expert 5 of layer {block}" in str(failure)
+            assert experts.counts.failure(1, 2) is None
+            assert np.array_equal(*results)
+            # Nobody is left who could go on.
+            experts.begin_step([2], 0)
+            with pytest.raises(DiskError, match=f"expert 5 of layer {block}"):
+                model.model.predict(batch, streams, experts)
+        team.close()
+
+
 @both_ways
 def test_the_trunk_is_left_alone(
     prepare: Callable[[str], Prepared], way: str, way_of: Callable[[Path, str], InProcessModel]
@@ -244,3 +295,17 @@ def test_demo_model_drafts_what_it_says(way_of: Callable[[Path, str], InProcessM
         are_right += (drafted[start - 1 :] == chosen[start:]).tolist()
     assert len(are_right) > 200
     assert np.mean(are_right) >= 0.85
+
+
+def test_block_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """To the bit what the one file gives, behind rings too."""
+    token_ids = [int(token_id) for token_id in np.random.default_rng(2).integers(0, 4000, 40)]
+    main_path, draft_path = split_draft(DEMO_MODEL_PATH, tmp_path)
+    results = []
+    for path, draft in ((DEMO_MODEL_PATH, None), (main_path, draft_path)):
+        model = InProcessModel(path, draft_path=draft)
+        with served_experts(model.file, 64, natively=True) as experts:
+            drafting = Drafting(model, token_ids, experts)
+            results.append(np.concatenate([drafting.read(), drafting.draft(token_ids[:NUM_DRAFTS])]))
+        model.device.close()
+    assert np.array_equal(*results)

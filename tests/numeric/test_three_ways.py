@@ -317,3 +317,15 @@ def test_prediction_block(tmp_path: Path, device: torch.device | None) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
     with TraceReader(trace) as reader:
         assert {step.expert_ids.shape[0] for step in reader} == {NUM_LAYERS}
+
+
+def test_prediction_block_from_a_pool(tmp_path: Path) -> None:
+    """Its experts have places there as others have, and are read when they are needed."""
+    path = tiny_model(has_prediction=True).write(tmp_path / "predicting.gguf")
+    streams = []
+    for places_per_layer in (0, 4):
+        with running_engine(path, prefill=32, places_per_layer=places_per_layer) as running:
+            predictions = Predictions(running)
+            answers(running)
+            streams.append(np.concatenate(predictions.streams))
+    assert np.array_equal(*streams)

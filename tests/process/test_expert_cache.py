@@ -150,7 +150,7 @@ async def stall(stack: Stack, session: aiohttp.ClientSession) -> None:
 def test_a_bad_disk_costs_the_requests_that_need_it() -> None:
     """With a third of the experts in RAM: what cannot be read, for a slot, a transfer or the pool, fails the
     request that needed it, by name. The others say the same each time, and nobody is restarted."""
-    bad = ("--ram-budget", "0.004", "--ple-io", "ram", "--io-fail-every", "400")
+    bad = ("--ram-budget", "0.005", "--ple-io", "ram", "--io-fail-every", "400")
     with serving(*NEVER, *CACHED, *bad) as stack:
         pids = {role: stack.pid(role) for role in WORKERS}
         texts, num_failed = set(), 0

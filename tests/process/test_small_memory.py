@@ -17,7 +17,7 @@ from tests.support.stack import Answer, Stack, serving, stack_files, wait_for
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 # Of the demo model: a third of its experts.
-BUDGET = ("--ram-budget", "0.004")
+BUDGET = ("--ram-budget", "0.005")
 
 
 def answer(stack: Stack) -> str:
@@ -129,5 +129,5 @@ def test_resident_experts_that_do_not_fit() -> None:
         stack.serve("--experts", "resident", *BUDGET)
         assert stack.supervisor.wait(60) == 2
         assert "--experts resident: all experts are 1" in stack.log
-        assert " MiB, and 4 MiB can be had for them (--ram-budget 0.004)" in stack.log
+        assert " MiB, and 5 MiB can be had for them (--ram-budget 0.005)" in stack.log
         stack.assert_nothing_left()
