@@ -122,7 +122,8 @@ class Drafter:
         source = Source.LONG_SUFFIX if num_alike >= _LONG_MATCH else Source.SUFFIX
         number = payoff.how_many(source, num_sequences, len(found))
         rate = payoff.rate(source, num_sequences, number)
-        if not number or rate <= payoff.rate(Source.PREDICTION, num_sequences, predicted):
+        usual = payoff.usual(Source.PREDICTION, predicted)
+        if not number or rate <= payoff.rate(Source.PREDICTION, num_sequences, usual):
             return predicted
         drafts.token_ids, drafts.source = found[:number], source
         return 0
@@ -144,6 +145,9 @@ class Drafter:
                 token_ids = [[sequence.drafts.token_ids[-1]] for sequence in sequences]
                 streams = self._run(sequences, token_ids, streams[going_on], ways)
         for sequence, predicted in seen:
+            if num_wanted := wanted.get(id(sequence), 0):
+                num_drafted = len(sequence.drafts.token_ids)
+                self.payoff.note_reached(Source.PREDICTION, num_wanted, num_drafted)
             assert sequence.state is not None
             # What was drafted is computed anew by the trunk, and seen then.
             sequence.state.predicted = predicted

@@ -12,9 +12,10 @@ measured, so now and then, ever more seldom, a window has no drafts or as many a
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-# Of the newest value, in means of times and of shares of drafts that are right. A step that took longer than
-# usual was held up, or did something for the first time; one that was quicker shows what a step costs.
-_LONGER_TIME, _SHORTER_TIME, _NEW_SHARE = 0.05, 0.3, 0.03
+# Of the newest value, in means: of times, of the share of drafts that are right, and of the share that is
+# made. A step that took longer than usual was held up, or did something for the first time; one that was
+# quicker shows what a step costs.
+_LONGER_TIME, _SHORTER_TIME, _NEW_SHARE, _NEW_REACH = 0.05, 0.3, 0.03, 0.1
 # Before anything is known. About what prediction blocks are said to reach on code.
 _FIRST_SHARE = 0.8
 # Windows between two that are there to learn: at first, and at most.
@@ -55,6 +56,8 @@ class Payoff:
     """Of one draft, by source."""
     _shares: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(lambda: _FIRST_SHARE))
     """By source and place."""
+    _reach: dict[str, float] = field(default_factory=dict)
+    """Of the drafts that were wanted the share that was made, by source."""
     _without: _Exploring = field(default_factory=_Exploring)
     _most: dict[str, _Exploring] = field(default_factory=lambda: defaultdict(_Exploring))
 
@@ -66,6 +69,15 @@ class Payoff:
         """So many drafts one after the other, of whatever number of sequences at a time, took so long."""
         if num_drafts:
             self._draft_s[source] = _mean(self._draft_s.get(source), seconds / num_drafts)
+
+    def note_reached(self, source: str, num_wanted: int, num_drafted: int) -> None:
+        """Of so many drafts that were wanted for a sequence so many were made: the source may be unsure."""
+        before = self._reach.get(source, 1.0)
+        self._reach[source] = before + _NEW_REACH * (num_drafted / num_wanted - before)
+
+    def usual(self, source: str, num_wanted: int) -> int:
+        """How many drafts come of so many that are wanted, as a rule."""
+        return round(self._reach.get(source, 1.0) * num_wanted)
 
     def note_verified(self, source: str, num_drafted: int, num_accepted: int) -> None:
         """Of so many drafts of a sequence, so many of the first were right."""

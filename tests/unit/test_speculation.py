@@ -48,11 +48,13 @@ def timings_of(answer: Answer) -> RequestTimings:
     return answer.end.timings
 
 
-def answers(path: Path, prompts: list[list[int]], sampling: Sampling, **settings: Any) -> list[Answer]:
-    """One after the other."""
+def answers(
+    path: Path, prompts: list[list[int]], sampling: Sampling, *ends: int, **settings: Any
+) -> list[Answer]:
+    """One after the other, up to a token that ends them."""
     with running_engine(path, **settings) as running:
         for number, prompt in enumerate(prompts):
-            running.ask(f"{number}", prompt, NUM_NEW, sampling=sampling)
+            running.ask(f"{number}", prompt, NUM_NEW, sampling=sampling, eos_token_ids=list(ends))
             running.answer(f"{number}")
         return [running.answer(f"{number}") for number in range(len(prompts))]
 
@@ -77,10 +79,13 @@ def test_the_same_tokens(path: Path, settings: dict[str, Any], temperature: floa
 
 
 def test_what_was_drafted_is_told(path: Path) -> None:
-    """By source; a text that repeats itself is looked up."""
-    (answer,) = answers(path, [REPEATING], GREEDY, spec=4, suffix_draft=True, spec_min_p=1.0)
+    """By source; a text that repeats itself is looked up, once the prediction block has proved unsure."""
+    again = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logit_bias=[(7, 100.0)])
+    (answer,) = answers(path, [REPEATING], again, spec=4, suffix_draft=True, spec_min_p=1.0)
+    assert answer.token_ids == NUM_NEW * [7]
     drafts = {counts.source: counts for counts in timings_of(answer).drafts}
-    assert drafts["suffix"].num_drafted > 0
+    assert drafts["suffix"].num_drafted == drafts["suffix"].num_accepted > NUM_NEW // 4
+    assert timings_of(answer).num_windows < NUM_NEW - 10
 
 
 def test_many_sequences_at_once(path: Path) -> None:
@@ -149,17 +154,16 @@ def test_conversations_with_drafts(path: Path, spec: int) -> None:
 def demo_prompts() -> list[list[int]]:
     """A hundred questions."""
     text = load_text_model(GGUFModel(DEMO_MODEL_PATH))
-    prompts = itertools.chain.from_iterable(
-        itertools.islice(topic_prompts(topic, 5), 25) for topic in TOPICS
-    )
+    prompts = itertools.chain.from_iterable(itertools.islice(topic_prompts(topic, 5), 25) for topic in TOPICS)
     return [text.tokenizer.encode(prompt.text()) for prompt in prompts]
 
 
 def test_a_hundred_questions(demo_prompts: list[list[int]]) -> None:
     """Greedy answers are identical with and without drafts, most of which are right."""
     settings = {"natively": True, "prefill": 512}
-    expected = answers(DEMO_MODEL_PATH, demo_prompts, GREEDY, **settings)
-    got = answers(DEMO_MODEL_PATH, demo_prompts, GREEDY, spec=4, spec_min_p=0.5, **settings)
+    ends = load_text_model(GGUFModel(DEMO_MODEL_PATH)).tokenizer.eos_token_ids
+    expected = answers(DEMO_MODEL_PATH, demo_prompts, GREEDY, *ends, **settings)
+    got = answers(DEMO_MODEL_PATH, demo_prompts, GREEDY, *ends, spec=4, spec_min_p=0.5, **settings)
     assert [answer.token_ids for answer in got] == [answer.token_ids for answer in expected]
     counts = [counts for answer in got for counts in timings_of(answer).drafts]
     assert sum(c.num_accepted for c in counts) > 0.5 * sum(c.num_drafted for c in counts) > 500
@@ -168,13 +172,13 @@ def test_a_hundred_questions(demo_prompts: list[list[int]]) -> None:
 def drawn(running: RunningEngine, prompt: list[int], seeds: range) -> Iterator[tuple[int, ...]]:
     """The first tokens of an answer, for each seed."""
     for seed in seeds:
-        sampling = Sampling(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+        sampling = Sampling(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
         running.ask(f"{seed}", prompt, 3, sampling=sampling)
         yield tuple(running.answer(f"{seed}").token_ids)
 
 
 def test_the_distribution_is_exact(demo_prompts: list[list[int]]) -> None:
-    """At temperature 1.5, of answers drawn with drafts and others drawn without: no test tells which is
+    """At temperature 3, of answers drawn with drafts and others drawn without: no test tells which is
     which, neither by the second token nor by the third."""
     settings: dict[str, Any] = {"natively": True, "prefill": 512}
     prompt, number = demo_prompts[1], 1500
