@@ -81,7 +81,9 @@ class CpuWorker:
         context, config = self._context, self._context.config
         model_config = read_model_config(context.model, with_prediction=config.uses_prediction)
         check_tensors(context.model, model_config)
-        kernels = quants.choose_kernels(config.cpu_kernels, config.cpu_activations)
+        kernels = quants.choose_kernels(
+            config.cpu_kernels, config.cpu_activations, deterministic=config.deterministic
+        )
         quants.warm(
             multiplied=formats_of(context.model, model_config.num_expert_layers),
             on_progress=lambda done, total, name: context.report(f"compiling {name}", done / total),

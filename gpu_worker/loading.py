@@ -70,7 +70,9 @@ def load(
 ) -> Loaded:
     """Loads a model; may take long. Raises StartError for what was asked for and cannot be."""
     settings, file = context.config, context.model
-    kernels = quants.choose_kernels(settings.cpu_kernels, settings.cpu_activations)
+    kernels = quants.choose_kernels(
+        settings.cpu_kernels, settings.cpu_activations, deterministic=settings.deterministic
+    )
     tensors = [
         expected
         for expected in expected_tensors(config, file)

@@ -90,6 +90,12 @@ class CommonConfig:
         group=_COMPUTE,
         choices=CPU_ACTIVATIONS,
     )
+    deterministic: bool = setting(
+        False,
+        "on the CPU, the same bits for a request whatever is computed beside it, by products that are taken "
+        "token by token; prompts are read more slowly",
+        group=_COMPUTE,
+    )
     # From here to the next comment: the cpu_worker has to know too what of RAM plays the memory of a device,
     # and what is kept there for slots that are lent.
     device: str = setting(

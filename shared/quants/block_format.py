@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from shared.gguf.types import TensorType
-from shared.quants.choice import kernel_target
+from shared.quants.choice import kernel_target, takes_rows_only
 from shared.quants.kernels import (
     Decode,
     DecodeBlock,
@@ -12,7 +12,8 @@ from shared.quants.kernels import (
     compile_gather,
     compile_portable_multiply,
 )
-from shared.quants.simd.multiply import FloatWays, QuantisedWays, compile_multiply
+from shared.quants.simd.multiply import compile_multiply
+from shared.quants.simd.ways import FloatWays, QuantisedWays
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class BlockFormat:
         target = kernel_target()
         if target is None:
             return compile_portable_multiply(self.type, self.decode_block)
-        return compile_multiply(self.type, self.ways, target)
+        return compile_multiply(self.type, self.ways, target, is_row_wise=takes_rows_only())
 
     @functools.cached_property
     def gather_task(self) -> int:

@@ -13,15 +13,20 @@ ACTIVATIONS = tuple(_BYTES)
 _is_portable = False
 _chosen: InstructionSet | None = None
 _activations = ACTIVATIONS[0]
+_is_row_wise = False
 
 
-def choose_kernels(setting: str, activations: str = ACTIVATIONS[0]) -> str:
+def choose_kernels(setting: str, activations: str = ACTIVATIONS[0], *, deterministic: bool = False) -> str:
     """Takes the kernels named by `setting`, one of `CHOICES`, with activations as one of `ACTIVATIONS`;
-    returns the names of what is used.
+    returns the names of what is used, with `-rows` for `deterministic` kernels.
+
+    These take rows of weights as they lie however many tokens there are, so that a token's products do not
+    depend on the others. (The portable kernels always do.) The others keep that up to
+    `shared.quants.matrix.WINDOW_TOKENS` tokens, and are faster with more.
 
     To be called before the first kernel is compiled. Raises ResourceError where this CPU lacks them.
     """
-    global _is_portable, _chosen, _activations
+    global _is_portable, _chosen, _activations, _is_row_wise
     by_name = {instructions.name: instructions for instructions in supported()}
     if setting not in ("auto", PORTABLE) and setting not in by_name:
         raise ResourceError(
@@ -31,8 +36,15 @@ def choose_kernels(setting: str, activations: str = ACTIVATIONS[0]) -> str:
     _is_portable = setting == PORTABLE
     _chosen = by_name.get(setting)
     _activations = activations
+    _is_row_wise = deterministic
     target = kernel_target()
-    return target.name if target is not None else PORTABLE
+    name = target.name if target is not None else PORTABLE
+    return f"{name}-rows" if deterministic else name
+
+
+def takes_rows_only() -> bool:
+    """Whether products with any number of tokens are computed as those with one are."""
+    return _is_row_wise
 
 
 def kernel_target() -> Target | None:

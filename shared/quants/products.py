@@ -74,10 +74,11 @@ def matmul(
     `raw`: uint8 [num_rows, row_bytes], C-contiguous, read-only or not (a view of a mapped file).
     `x`: float32 [num_tokens, width]. `out`: float32 [num_tokens, num_rows], C-contiguous.
 
-    Threads may share the arguments and compute different rows: nothing here holds the GIL for long. The order
-    of additions depends on the number of tokens, so results for one token differ in the last bits between
-    batch sizes. NaN and infinity in `x` reach every result of their token. Raises ValueError where a shape or
-    type is wrong.
+    Threads may share the arguments and compute different rows: nothing here holds the GIL for long, and which
+    rows are computed together does not show in the results. Nor does the number of tokens up to
+    `WINDOW_TOKENS`, and with deterministic kernels (`choose_kernels`) it never does; otherwise products with
+    more are added up in another order, which differs in the last bits. NaN and infinity in `x` reach every
+    result of their token. Raises ValueError where a shape or type is wrong.
     """
     stop = len(raw) if stop is None else stop
     _check(fmt, raw, x, out, start, stop)

@@ -22,8 +22,9 @@ from shared.quants import SUPPORTED, ActivationPlane, BlockFormat, block_format,
 from shared.quants.kernels import compile_portable_multiply
 from shared.quants.products import run_multiply, run_task
 from shared.quants.simd.instruction_set import ALL, AVXVNNI, Target, supported
-from shared.quants.simd.multiply import QuantisedWays, compile_multiply
+from shared.quants.simd.multiply import compile_multiply
 from shared.quants.simd.quantise import compile_quantise
+from shared.quants.simd.ways import QuantisedWays
 from tests.support.activations import steps_of
 from tests.support.quant_blocks import dequantize, random_rows, set_scale
 

@@ -9,11 +9,13 @@ from shared.quants.quantising import quantise_task
 
 
 @contextmanager
-def using_kernels(name: str, activations: str = ACTIVATIONS[0]) -> Iterator[None]:
+def using_kernels(
+    name: str, activations: str = ACTIVATIONS[0], *, deterministic: bool = False
+) -> Iterator[None]:
     """Inside, whatever is newly made computes with the kernels of that name, one of `quants.CHOICES`, and
     activations rounded as said, one of `quants.ACTIVATIONS`."""
     _forget()
-    choose_kernels(name, activations)
+    choose_kernels(name, activations, deterministic=deterministic)
     try:
         yield
     finally:

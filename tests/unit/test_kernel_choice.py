@@ -34,11 +34,14 @@ def test_auto_takes_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
             for activations, num_bytes in (("int16", 2), ("int8", 1)):
                 assert choose_kernels("auto", activations) == f"{instructions.name}-{activations}"
                 assert kernel_target() == Target(instructions, num_bytes)
+                rows = choose_kernels("auto", activations, deterministic=True)
+                assert rows == f"{instructions.name}-{activations}-rows"
             assert choose_kernels("auto") == f"{instructions.name}-int16"
     monkeypatch.setattr(choice, "supported", tuple)
     with using_kernels("auto"):
         assert kernel_target() is None
         assert choose_kernels("auto") == "portable"
+        assert choose_kernels("auto", deterministic=True) == "portable-rows"
 
 
 def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

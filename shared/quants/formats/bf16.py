@@ -11,8 +11,8 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, put, uint16_at
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
-from shared.quants.simd.multiply import FloatWays
 from shared.quants.simd.vector import FLOAT, I16, I32, Code, Value
+from shared.quants.simd.ways import FloatWays
 
 
 @jitable

@@ -9,8 +9,8 @@ from shared.gguf.types import tensor_type_named
 from shared.quants.block_bytes import Bytes, Floats, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
-from shared.quants.simd.multiply import FloatWays
 from shared.quants.simd.vector import HALF, Code, Value
+from shared.quants.simd.ways import FloatWays
 
 
 @jitable

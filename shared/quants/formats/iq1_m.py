@@ -25,8 +25,8 @@ from shared.quants.simd.description import (
     looked_up,
     spread_bits,
 )
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import HALF, I8, I16, I64, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _HIGH_BITS, _SCALES = 32, 48
 

@@ -17,8 +17,8 @@ from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import IQ1_GRID
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription, looked_up, to_floats
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I8, I16, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _LOW_BITS, _GROUPS = 2, 34
 

@@ -25,8 +25,8 @@ from shared.quants.simd.description import (
     negated_where,
     spread_bits,
 )
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I16, I64, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _LOW_BITS, _SIGNS, _HIGH_BITS, _SCALES = 2, 34, 66, 74
 

@@ -25,8 +25,8 @@ from shared.quants.simd.description import (
     looked_up,
     negated_where,
 )
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I8, I16, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _CODES, _SCALES = 2, 66
 

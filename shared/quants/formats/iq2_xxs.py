@@ -22,8 +22,8 @@ from shared.quants.simd.description import (
     negated_where,
     packed_signs,
 )
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import Value
+from shared.quants.simd.ways import QuantisedWays
 
 _GROUPS = 2
 

@@ -26,8 +26,8 @@ from shared.quants.simd.description import (
     spread_bits,
     to_floats,
 )
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I16, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _LOW_BITS, _HIGH_BITS, _SIGNS, _SCALES = 2, 66, 74, 106
 

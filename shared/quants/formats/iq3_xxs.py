@@ -23,8 +23,8 @@ from shared.quants.simd.description import (
     negated_where,
     packed_signs,
 )
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I32, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _ENTRIES, _SIGNS_AND_SCALES = 2, 66
 

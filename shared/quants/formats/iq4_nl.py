@@ -13,8 +13,8 @@ from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import IQ4_CODES, IQ4_VALUES
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription, nibbles
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import Value
+from shared.quants.simd.ways import QuantisedWays
 
 
 @jitable

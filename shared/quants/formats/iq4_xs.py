@@ -17,8 +17,8 @@ from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import IQ4_CODES, IQ4_VALUES
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription, interleaved_nibbles, nibbles
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I32, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _HIGH_SCALES, _LOW_SCALES, _CODES = 2, 4, 8
 

@@ -14,8 +14,8 @@ from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import SIGNS
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription, spread_bits
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I8, Value
+from shared.quants.simd.ways import QuantisedWays
 
 
 @jitable

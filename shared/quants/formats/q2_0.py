@@ -15,8 +15,8 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I8, I16, I64, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _VALUES = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3).astype(np.float32) - np.float32(1)
 """[256, 4]: the four values in a byte, for a scale of 1."""

@@ -15,8 +15,8 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, NumberedScales, bits_for_pair, to_floats
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import I16, Value
+from shared.quants.simd.ways import QuantisedWays
 
 _CODES, _SCALE, _MINIMUM = 16, 80, 82
 

@@ -16,8 +16,8 @@ from shared.quants.block_format import BlockFormat
 from shared.quants.codebooks import FIFTH_BITS
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription, nibbles, spread_bits
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import Value
+from shared.quants.simd.ways import QuantisedWays
 
 _FIFTH_BITS, _CODES = 4, 8
 

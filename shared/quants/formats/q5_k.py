@@ -17,8 +17,8 @@ from shared.quants.block_format import BlockFormat
 from shared.quants.formats.six_bit_scales import scale_and_minimum, six_bit_minimums, six_bit_scales
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription, bits_for_pair, to_floats
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import Value
+from shared.quants.simd.ways import QuantisedWays
 
 _SCALES, _FIFTH_BITS, _CODES = 4, 16, 48
 

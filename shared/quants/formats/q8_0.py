@@ -14,8 +14,8 @@ from shared.quants.block_bytes import Bytes, Floats, byte_at, half_at, put
 from shared.quants.block_format import BlockFormat
 from shared.quants.jit import jitable
 from shared.quants.simd.description import Block, GroupDescription
-from shared.quants.simd.multiply import QuantisedWays
 from shared.quants.simd.vector import Value
+from shared.quants.simd.ways import QuantisedWays
 
 
 @jitable

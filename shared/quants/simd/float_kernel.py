@@ -14,7 +14,8 @@ ReadFloats = Callable[[Code, Value, int], Value]
 """(code, address of a weight, lanes) -> that many weights as float32; 0 lanes are a scalar."""
 
 _STEP = 8
-# Sums of products in turn, so that one addition need not wait for the one before.
+# Of each token: sums of products in turn, so that one addition need not wait for the one before. As many
+# however many tokens there are, so that their results are the same.
 _NUM_SUMS = 4
 # How far ahead of the reads memory is asked for.
 _PREFETCH_BYTES = 2048
@@ -37,9 +38,8 @@ class FloatKernel:
         # Rows and activations begin anywhere: twice as wide reads would straddle cache lines twice as often.
         code, lanes = self._code, _STEP
         pairs = [(number, token) for number in range(len(rows)) for token in range(len(tokens))]
-        each = max(1, _NUM_SUMS // len(pairs))
         totals = {
-            pair: [Variable(code, code.splat(FLOAT, lanes, 0.0)) for _ in range(each)] for pair in pairs
+            pair: [Variable(code, code.splat(FLOAT, lanes, 0.0)) for _ in range(_NUM_SUMS)] for pair in pairs
         }
         rests = {pair: Variable(code, code.splat(FLOAT, 0, 0.0)) for pair in pairs}
 
@@ -47,7 +47,7 @@ class FloatKernel:
             weights = [self._read(code, row + at * self._weight_bytes, lanes) for row in rows]
             activations = [code.load(FLOAT, lanes, token + at * 4) for token in tokens]
             for (number, token), sums in totals.items():
-                total = sums[place % each]
+                total = sums[place]
                 total.set(code.fused_multiply_add(weights[number], activations[token], total.get()))
 
         a_round = lanes * _NUM_SUMS

@@ -34,14 +34,11 @@ class InstructionSet:
     lanes32: int
     has_vnni: bool
     has_multishift: bool
-    most_row_tokens: int
 
 
-AVX2 = InstructionSet("avx2", _AVX2, lanes32=8, has_vnni=False, has_multishift=False, most_row_tokens=4)
-AVXVNNI = InstructionSet(
-    "avxvnni", (*_AVX2, "avxvnni"), lanes32=8, has_vnni=True, has_multishift=False, most_row_tokens=4
-)
-AVX512 = InstructionSet("avx512", _AVX512, lanes32=16, has_vnni=True, has_multishift=True, most_row_tokens=8)
+AVX2 = InstructionSet("avx2", _AVX2, lanes32=8, has_vnni=False, has_multishift=False)
+AVXVNNI = InstructionSet("avxvnni", (*_AVX2, "avxvnni"), lanes32=8, has_vnni=True, has_multishift=False)
+AVX512 = InstructionSet("avx512", _AVX512, lanes32=16, has_vnni=True, has_multishift=True)
 
 ALL = (AVX512, AVXVNNI, AVX2)
 """The best first."""

@@ -15,7 +15,8 @@ from shared.quants.simd.registers import Dots
 from shared.quants.simd.vector import FLOAT, I8, I16, Code, Value, Variable, total_of
 
 _GROUP_LANES = 8
-# Sums of products in turn, so that one addition need not wait for the one before.
+# Of each token: sums of products in turn, so that one addition need not wait for the one before. As many
+# however many tokens there are, so that their results are the same.
 _NUM_SUMS = 2
 # Blocks of one scale are short; so many of them, and of groups, are taken in one round of the loop at most.
 _BLOCKS_A_ROUND = 4
@@ -93,26 +94,32 @@ class RowKernel:
         return bool(self._bias) or self._description.has_minimums
 
     @property
-    def _sums_of_groups(self) -> bool:
+    def _has_own_sums(self) -> bool:
         """Whether sums of 32 serve, since no scale belongs to less."""
-        return self._description.scale_size >= GROUP
+        return self._needs_sums and self._description.scale_size >= GROUP
 
-    def input_bytes(self, width: Value) -> Value:
+    @staticmethod
+    def input_bytes(code: Code, width: Value) -> Value:
         """What `write_inputs` writes for a token, in whole cache lines."""
-        return (width * self._code_bytes + (width >> 3) + 63) & -64
+        return (width * code.activation_bytes + (width >> 3) + 63) & -64
 
-    def write_inputs(self, width: Value, codes: Value, scales: Value, sums: Value, to: Value) -> Inputs:
+    def write_inputs(self, width: Value, codes: Value, sums: Value, to: Value) -> None:
         """Copies one token's codes, signed and in the order in which rows are decoded, and adds up its sums
         where they are wanted of whole groups."""
         self._write_codes(width, codes, to)
-        if not self._needs_sums or not self._sums_of_groups:
-            return Inputs(to, scales, sums, self._code_bytes, sum_bytes=8)
+        if not self._has_own_sums:
+            return
         code = self._code
         own_sums = to + width * self._code_bytes
         with code.loop(0, width >> 5) as group:
             total = code.load(FLOAT, 2, sums + group * 8).total()
             code.store(total, own_sums + group * 4, align=4)
-        return Inputs(to, scales, own_sums, self._code_bytes, sum_bytes=4)
+
+    def inputs(self, width: Value, scales: Value, sums: Value, written: Value) -> Inputs:
+        """One token, by its scales and sums, and by what was written of it."""
+        if self._has_own_sums:
+            return Inputs(written, scales, written + width * self._code_bytes, self._code_bytes, sum_bytes=4)
+        return Inputs(written, scales, sums, self._code_bytes, sum_bytes=8)
 
     def _write_codes(self, width: Value, codes: Value, to: Value) -> None:
         code = self._code
@@ -150,9 +157,9 @@ class RowKernel:
         """The products of the row at address `row` with each token; `spare` is the address of memory for 16
         floats a token."""
         code, kind = self._code, self._kind
-        # Each token's sums, several of them where there are few tokens.
-        each = max(1, _NUM_SUMS // len(tokens))
-        totals = [[Variable(code, code.splat(FLOAT, self._lanes, 0.0)) for _ in range(each)] for _ in tokens]
+        totals = [
+            [Variable(code, code.splat(FLOAT, self._lanes, 0.0)) for _ in range(_NUM_SUMS)] for _ in tokens
+        ]
         num_blocks = code.divided(width, code.integer(kind.block_size))
 
         def write_round(first: Value, count: int) -> None:

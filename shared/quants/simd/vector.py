@@ -284,7 +284,7 @@ class Code:
     # Control
 
     @contextmanager
-    def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
+    def loop(self, start: Operand, stop: Operand, step: Operand = 1) -> Iterator[Value]:
         """Runs what is written inside for start, start + step, ... below stop (int64)."""
         first = self.like(self.integer(0), start)
         limit = self.like(self.integer(0), stop)
