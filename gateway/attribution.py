@@ -5,6 +5,7 @@ there ever were. By the way that routes went: `device`, from a slot of the exper
 cpu_worker; `disk`, likewise, once it was read; `transferred` to the device for the step; `skipped`.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -68,6 +69,10 @@ class Totals:
         self.expert_bytes = dict.fromkeys(ExpertBytes.__struct_fields__, 0)
         self.expert_wait_s = dict.fromkeys(ExpertBytes.__struct_fields__, 0.0)
         self.num_major_faults = 0
+        self.num_reused_tokens = 0
+        self.num_drafted: Counter[str] = Counter()
+        """By source of the drafts."""
+        self.num_accepted: Counter[str] = Counter()
 
     def finished(self, timings: RequestTimings) -> None:
         """A request's steps are over."""
@@ -82,6 +87,10 @@ class Totals:
         for way, seconds in expert_waits(timings).items():
             self.expert_wait_s[way] += seconds
         self.num_major_faults += timings.major_faults
+        self.num_reused_tokens += timings.num_reused
+        for counts in timings.drafts:
+            self.num_drafted[counts.source] += counts.num_drafted
+            self.num_accepted[counts.source] += counts.num_accepted
 
     def staged(self, staged: PromptStaged) -> None:
         """A prompt's rows are in memory."""

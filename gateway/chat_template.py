@@ -36,10 +36,12 @@ _RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "bos_
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """An encoded chat. `is_thinking_open`: the prompt ends inside `<think>`, so what the model writes first
-    is reasoning although it opens with no tag."""
+    is reasoning although it opens with no tag. `boundaries` are the positions at which messages begin, but
+    the first: where the special token comes again that the template begins with, if it begins with one."""
 
     token_ids: list[int]
     is_thinking_open: bool
+    boundaries: list[int]
 
 
 class ChatTemplate:
@@ -90,10 +92,13 @@ class ChatTemplate:
         `TooManyTokensError` for a prompt of more than `max_tokens`.
         """
         text, disguise = self._render(messages, tools, template_kwargs, add_generation_prompt)
-        pieces = self._tokenizer.split_special(text)
+        pieces = list(self._tokenizer.split_special(text))
         revealed = (piece if isinstance(piece, int) else disguise.reveal(piece) for piece in pieces)
         token_ids = self._tokenizer.encode_pieces(revealed, max_tokens)
-        return ChatPrompt(self._tokenizer.with_bos(token_ids), self._ends_thinking(pieces))
+        token_ids = self._tokenizer.with_bos(token_ids)
+        return ChatPrompt(
+            token_ids, self._ends_thinking(pieces), _places_of(next(iter(pieces), ""), token_ids)
+        )
 
     def render(
         self,
@@ -189,3 +194,10 @@ def _variables(template_kwargs: Mapping[str, object]) -> dict[str, object]:
         del variables["reasoning_effort"]
         variables["enable_thinking"] = False
     return variables
+
+
+def _places_of(first: str | int, token_ids: Sequence[int]) -> list[int]:
+    """Where that special token is, but the first of them; nowhere if it is text."""
+    if isinstance(first, str):
+        return []
+    return [place for place, token_id in enumerate(token_ids) if token_id == first][1:]

@@ -182,10 +182,23 @@ class StackCollector(Collector):
                 "Page faults of the workers in steps; those of a shared step count for each of its requests",
                 totals.num_major_faults,
             ),
+            (
+                "strata_prompt_tokens_cached",
+                "Prompt tokens that were not computed, since a conversation that begins so was kept",
+                totals.num_reused_tokens,
+            ),
         )
         for name, text, value in plain:
             family = CounterMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model], value)
+            yield family
+        for name, text, counts in (
+            ("strata_spec_decode_num_draft_tokens", "Drafted tokens, by source", totals.num_drafted),
+            ("strata_spec_decode_num_accepted_tokens", "Those that were accepted", totals.num_accepted),
+        ):
+            family = CounterMetricFamily(name, text, labels=["model_name", "source"])
+            for source, count in counts.items():
+                family.add_metric([self._model, source], count)
             yield family
         by_way: tuple[tuple[str, str, Mapping[str, float]], ...] = (
             ("strata_expert_routes", "Routes of tokens to experts, by way", totals.num_routes),

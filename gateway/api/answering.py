@@ -13,7 +13,7 @@ from gateway.generation import Outcome
 from gateway.services import Services
 from gateway.tokenizer import TooManyTokensError
 from shared.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from shared.messages import FileReads, GenerateRequest
+from shared.messages import FileReads, GenerateRequest, RequestTimings
 
 # Prompts up to this many contexts long are counted exactly.
 _COUNTED_CONTEXTS = 4
@@ -25,10 +25,11 @@ Encoded = TypeVar("Encoded")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised prompt, and how long that took."""
+    """A tokenised prompt, how long that took, and the positions at which its messages begin."""
 
     token_ids: list[int]
     tokenize_s: float
+    boundaries: Sequence[int] = ()
 
 
 def check_model(name: str | None, services: Services) -> None:
@@ -64,20 +65,22 @@ def check_ready(services: Services) -> None:
 
 def generate_request(
     request_id: str,
-    prompt_token_ids: list[int],
+    prompt: Prompt,
     body: GenerationFields,
     services: Services,
     min_answer_tokens: int = 1,
 ) -> GenerateRequest:
     """What the gpu_worker is asked, with defaults filled in. Raises as `check_prompt` and `sampling_of`."""
     config, tokenizer = services.config, services.loaded_text().tokenizer
-    check_prompt(prompt_token_ids, services, min_answer_tokens)
-    room = services.engine.max_context - len(prompt_token_ids)
+    check_prompt(prompt.token_ids, services, min_answer_tokens)
+    room = services.engine.max_context - len(prompt.token_ids)
     limits = [limit for limit in (body.token_limit, config.max_new) if limit]
     ignores_eos = bool(body.ignore_eos)
     return GenerateRequest(
         request_id=request_id,
-        prompt_token_ids=prompt_token_ids,
+        prompt_token_ids=prompt.token_ids,
+        boundaries=list(prompt.boundaries),
+        cache_salt=body.cache_salt or "",
         max_new_tokens=min([room, *limits]),
         eos_token_ids=[] if ignores_eos else sorted(config.eos_ids or tokenizer.eos_token_ids),
         stop_token_ids=stop_token_ids_of(body, tokenizer.num_tokens),
@@ -156,7 +159,7 @@ def usage_of(num_prompt_tokens: int, outcomes: Sequence[Outcome]) -> dict[str, A
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": outcomes[0].timings.num_reused if outcomes else 0},
     }
 
 
@@ -164,13 +167,15 @@ def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> d
     """The `timings` object that llama-server's clients know, the waits behind it, and what was needed."""
     times = outcome.timings
     prompt_ms, predicted_ms = 1e3 * times.prefill_s, 1e3 * times.decode_s
+    # As in llama-server: what was read, without what was there.
+    num_read = num_prompt_tokens - times.num_reused
     num_predicted = outcome.num_output_tokens
     timings: dict[str, Any] = {
-        "cache_n": 0,
-        "prompt_n": num_prompt_tokens,
+        "cache_n": times.num_reused,
+        "prompt_n": num_read,
         "prompt_ms": round(prompt_ms, 3),
-        "prompt_per_token_ms": round(prompt_ms / num_prompt_tokens, 3),
-        "prompt_per_second": round(1e3 * num_prompt_tokens / prompt_ms, 3) if prompt_ms else 0.0,
+        "prompt_per_token_ms": round(prompt_ms / num_read, 3),
+        "prompt_per_second": round(1e3 * num_read / prompt_ms, 3) if prompt_ms else 0.0,
         "predicted_n": num_predicted,
         "predicted_ms": round(predicted_ms, 3),
         "predicted_per_token_ms": round(predicted_ms / num_predicted, 3) if num_predicted else 0.0,
@@ -188,6 +193,10 @@ def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> d
         "major_faults_n": times.major_faults,
         "disk_bytes_n": sum(reads.num_bytes for reads in times.disk),
     }
+    if times.reuse_note:
+        timings["cache_note"] = times.reuse_note
+    if times.drafts:
+        timings |= _drafts_of(times)
     routes = shares_of(times.routes)
     if routes:
         timings["expert_routes"] = {
@@ -208,6 +217,20 @@ def timings_of(num_prompt_tokens: int, outcome: Outcome, tokenize_s: float) -> d
             **_reads_of(staged.reads),
         }
     return timings
+
+
+def _drafts_of(times: RequestTimings) -> dict[str, Any]:
+    """What was drafted: in llama-server's words, and by source."""
+    return {
+        "draft_n": sum(counts.num_drafted for counts in times.drafts),
+        "draft_n_accepted": sum(counts.num_accepted for counts in times.drafts),
+        "draft_ms": round(1e3 * times.draft_s, 3),
+        "windows_n": times.num_windows,
+        "drafts": {
+            counts.source: {"n": counts.num_drafted, "accepted_n": counts.num_accepted}
+            for counts in times.drafts
+        },
+    }
 
 
 def _reads_of(reads: FileReads) -> dict[str, Any]:

@@ -84,7 +84,7 @@ async def encode_chat(
         raise InvalidRequestError(
             f"the chat template refuses the messages: {error}", param="messages"
         ) from None
-    return Prompt(prompt.token_ids, time.monotonic() - started)
+    return Prompt(prompt.token_ids, time.monotonic() - started, prompt.boundaries)
 
 
 def _with_known_role(message: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from gateway.api.answering import generate_request
+from gateway.api.answering import Prompt, generate_request
 from gateway.api.schema import GenerationFields, LogitsRequest, read_body
 from gateway.engine_client import EngineClient
 from gateway.services import REQUEST_ID, SERVICES
@@ -29,7 +29,9 @@ async def logits(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body, _ = await read_body(request, LogitsRequest, services)
     fields = GenerationFields()
-    generate = generate_request(request[REQUEST_ID], body.prompt_token_ids, fields, services, 0)
+    generate = generate_request(
+        request[REQUEST_ID], Prompt(body.prompt_token_ids, 0.0), fields, services, min_answer_tokens=0
+    )
     if not services.engine.is_ready:
         raise services.engine.not_ready()
     async with services.admission.enter() as place:

@@ -74,7 +74,7 @@ async def respond(
 ) -> web.StreamResponse:
     """Generates and responds. Raises RequestError and GenerationError before the first byte only."""
     services = request.app[SERVICES]
-    generate = generate_request(request[REQUEST_ID], prompt.token_ids, body, services)
+    generate = generate_request(request[REQUEST_ID], prompt, body, services)
     requests = requests_of_answers(generate, body, services)
     try:
         async with AsyncExitStack() as places:

@@ -23,6 +23,7 @@ _MAX_STOP_STRINGS = 64
 # They are looked for in every answer, on the event loop.
 _MAX_STOP_LENGTH = 1000
 _MAX_INT = 2**31 - 1
+_MAX_SALT_LENGTH = 1024
 _MAX_STOP_TOKEN_IDS = 64
 # OpenAI's limit.
 _MAX_ANSWERS = 128
@@ -73,6 +74,7 @@ class GenerationFields(Struct, kw_only=True):
     # Accepted with the one value that means "not used"; see `refuse_unsupported`.
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Meta(max_length=_MAX_SALT_LENGTH)] | None = None
     # Accepted and of no effect on the answer.
     user: str | None = None
 

@@ -22,7 +22,7 @@ def choose_kernels(setting: str, activations: str = ACTIVATIONS[0], *, determini
 
     These take rows of weights as they lie however many tokens there are, so that a token's products do not
     depend on the others. (The portable kernels always do.) The others keep that up to
-    `shared.quants.matrix.WINDOW_TOKENS` tokens, and are faster with more.
+    `shared.window.WINDOW_TOKENS` tokens, and are faster with more.
 
     To be called before the first kernel is compiled. Raises ResourceError where this CPU lacks them.
     """

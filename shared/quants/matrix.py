@@ -17,10 +17,6 @@ HALF_GROUP = 16
 MAX_WIDTH = 16384
 """Weights in a row, at most: a tile of 16 rows in float32 then just fills the scratch memory of a task."""
 
-WINDOW_TOKENS = 8
-"""Up to so many tokens, what a product is for one of them does not depend on how many others there are, to
-the bit. A window of tokens that speculation verifies must be no longer."""
-
 NUM_STEPS = {1: 127, 2: 32767}
 """By the bytes of a rounded activation: how many scales the largest of a group is."""
 

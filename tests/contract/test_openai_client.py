@@ -41,7 +41,41 @@ def test_a_chat_is_answered_whole(client: OpenAI, stack: Stack) -> None:
     assert answer.usage.prompt_tokens == prompt["count"]
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert 0 <= answer.usage.prompt_tokens_details.cached_tokens < answer.usage.prompt_tokens
+
+
+def test_turns_of_a_conversation(client: OpenAI) -> None:
+    """Each reads what is new: what was said before is there, whoever says it. Another one's salt finds
+    nothing."""
+    messages: list[ChatCompletionMessageParam] = [
+        {"role": "system", "content": "You answer questions about countries in a few plain words."},
+        {"role": "user", "content": "My name is Ana. What is the capital of France?"},
+    ]
+    used: list[tuple[int, int]] = []
+
+    def turn(salt: str, said: list[ChatCompletionMessageParam]) -> str:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=said, temperature=0, max_tokens=60, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        used.append((answer.usage.prompt_tokens_details.cached_tokens or 0, answer.usage.prompt_tokens))
+        return answer.choices[0].message.content or ""
+
+    first = turn("one", messages)
+    messages += [
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And the capital of Italy?"},
+    ]
+    second = turn("one", messages)
+    assert turn("one", messages) == second
+    edited = [*messages[:3], {"role": "user", "content": "What is my name?"}]
+    turn("one", edited)  # type: ignore[arg-type]
+    assert turn("two", messages) == second
+    (none, _), (follow_up, whole), (again, _), (last_edited, _), (other, _) = used
+    assert none == other == 0
+    assert whole / 2 < follow_up <= again < whole
+    assert last_edited >= follow_up
 
 
 def test_a_streamed_chat_says_the_same_as_a_whole_one(client: OpenAI) -> None:

@@ -104,12 +104,11 @@ def test_counts_are_true(stack: Stack) -> None:
     *pieces, last, usage_chunk = chunks_of(stack, COMPLETIONS, body)
     usage, timings = usage_chunk["usage"], last["timings"]
     assert usage["prompt_tokens"] == stack.post("/tokenize", {"prompt": prompt}).json["count"]
-    assert usage["completion_tokens"] == len(pieces) == 12
-    assert (timings["prompt_n"], timings["predicted_n"], timings["cache_n"]) == (
-        usage["prompt_tokens"],
-        12,
-        0,
-    )
+    # A step that verifies drafts gives several at once.
+    assert usage["completion_tokens"] == 12 >= len(pieces)
+    assert timings["predicted_n"] == 12
+    assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == timings["cache_n"]
     text = "".join(chunk["choices"][0]["text"] for chunk in pieces)
     assert stack.post("/tokenize", {"prompt": text}).json["count"] <= 12
 
@@ -129,7 +128,8 @@ def test_timings_are_of_this_request(stack: Stack) -> None:
 
 
 def test_routes_are_all_there_are(stack: Stack) -> None:
-    """Whatever way they went: of every token that was computed, in every layer, as many as a token uses."""
+    """Whatever way they went: of every token that was computed, in every layer, as many as a token uses; of
+    drafts in vain too, and of the prediction block, which is a layer more."""
     answer = stack.post(COMPLETIONS, {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}).json
     timings = answer["timings"]
     with GGUFModel(DEMO_MODEL_PATH) as file:
@@ -137,7 +137,9 @@ def test_routes_are_all_there_are(stack: Stack) -> None:
     num_computed = timings["prompt_n"] + timings["predicted_n"] - 1
     routes = timings["expert_routes"].values()
     num_routes = num_computed * config.num_layers * config.num_experts_used
-    assert sum(way["n"] for way in routes) == num_routes
+    found = sum(way["n"] for way in routes)
+    assert found % config.num_experts_used == 0
+    assert num_routes <= found <= 6 * num_routes
     assert sum(way["share"] for way in routes) == pytest.approx(1, abs=1e-5)
     assert timings["expert_bytes_n"]["ram"] > 0
 
@@ -157,11 +159,13 @@ def test_characters_are_never_split(stack: Stack) -> None:
     found = ""
     # What is drawn depends on the last bits of products, and so on the CPU; some of it is never ASCII.
     for seed in range(10):
-        answer = stack.post(COMPLETIONS, wild | {"seed": seed, "stream": True})
+        # Of its own, so that both read the whole prompt: what is gone on from differs in the last bits too.
+        answer = stack.post(COMPLETIONS, wild | {"seed": seed, "stream": True, "cache_salt": f"a{seed}"})
         text = "".join(
             json.loads(event)["choices"][0]["text"] for event in payloads(answer.body) if event != "[DONE]"
         )
-        assert text == stack.post(COMPLETIONS, wild | {"seed": seed}).json["choices"][0]["text"]
+        whole = stack.post(COMPLETIONS, wild | {"seed": seed, "cache_salt": f"b{seed}"}).json
+        assert text == whole["choices"][0]["text"]
         found += text
     assert any(ord(character) > 127 for character in found), "the samples have nothing to split"
 

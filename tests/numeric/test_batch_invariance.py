@@ -14,9 +14,10 @@ from shared.gguf.model import GGUFModel
 from shared.gguf.types import tensor_type_named
 from shared.native.team import Team
 from shared.quants import SUPPORTED, ActivationPlane, block_format, multiply_task, quantise_task, uses_codes
-from shared.quants.matrix import MAX_WIDTH, WINDOW_TOKENS
+from shared.quants.matrix import MAX_WIDTH
 from shared.quants.products import run_multiply, run_task
 from shared.quants.simd.instruction_set import ALL, AVXVNNI, supported
+from shared.window import WINDOW_TOKENS
 from tests.support.kernels import using_kernels
 from tests.support.quant_blocks import random_rows
 from tests.support.tiny_model import EXPERT_WIDTH, HIDDEN, NUM_EXPERTS, tiny_model

@@ -11,11 +11,11 @@ from functools import partial
 from llvmlite import ir
 
 from shared.gguf.types import TensorType
-from shared.quants.matrix import WINDOW_TOKENS
 from shared.quants.simd.instruction_set import InstructionSet, Target
 from shared.quants.simd.machine_code import Module, compile_function
 from shared.quants.simd.vector import I64, VOID, Code, Value
 from shared.quants.simd.ways import Call, Ways
+from shared.window import WINDOW_TOKENS
 
 _TASK = ir.FunctionType(VOID, [I64] * 4)
 # So many rows stay in a cache while all tokens are multiplied with them.

@@ -4,13 +4,14 @@ from typing import Protocol
 
 from shared.gguf.types import TensorType
 from shared.native.task import SCRATCH_BYTES
-from shared.quants.matrix import CODE_STRIDE, WINDOW_TOKENS
+from shared.quants.matrix import CODE_STRIDE
 from shared.quants.simd.description import GroupDescription
 from shared.quants.simd.float_kernel import FloatKernel, ReadFloats
 from shared.quants.simd.instruction_set import InstructionSet
 from shared.quants.simd.row_kernel import RowKernel
 from shared.quants.simd.tile_kernel import TileKernel
 from shared.quants.simd.vector import I64, Code, Value
+from shared.window import WINDOW_TOKENS
 
 # With more the sums of two rows have no room in registers.
 _MOST_FLOAT_TOKENS = 4
