@@ -351,6 +351,7 @@ def main() -> int:
     parser.add_argument(
         "--cpu-activations", default=ACTIVATIONS[0], choices=ACTIVATIONS, help="default %(default)s"
     )
+    parser.add_argument("--deterministic", action="store_true", help="rows for any number of tokens")
     parser.add_argument(
         "--cpu", type=_usable_cpu, metavar="N", help="CPU to run on (default the last usable one)"
     )
@@ -372,7 +373,9 @@ def main() -> int:
 
     def measure() -> int:
         machine = describe_machine()
-        settings["cpu_kernels"] = kernels = choose_kernels(parsed.cpu_kernels, parsed.cpu_activations)
+        settings["cpu_kernels"] = kernels = choose_kernels(
+            parsed.cpu_kernels, parsed.cpu_activations, deterministic=parsed.deterministic
+        )
         everywhere = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {cpu})
         use_one_blas_thread()

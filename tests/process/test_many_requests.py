@@ -285,9 +285,12 @@ def _num_open_files(stack: Stack) -> int:
 
 @pytest.fixture
 def exact_stack() -> Iterator[Stack]:
-    """A stack whose products round nothing. Where activations are rounded, the last bit of a sum,
-    which depends on how many tokens are multiplied at once, can decide between two codes."""
-    with serving("--cpu-kernels", "portable") as running:
+    """A stack whose products do not depend on how many tokens are multiplied at once: elsewhere the last bit
+    of a sum can decide between two codes of an activation, and that between two tokens."""
+    with serving("--deterministic") as running:
+        processes = running.wait_ready()["processes"]
+        for role in ("gpu_worker", "cpu_worker"):
+            assert processes[role]["kernels"].endswith("-rows")
         yield running
 
 

@@ -15,6 +15,7 @@ from shared.window import WINDOW_TOKENS
 
 # With more the sums of two rows have no room in registers.
 _MOST_FLOAT_TOKENS = 4
+_FLOAT_TOKENS_IN_CACHE = 64
 # Of scratch memory for each token of a pass, before the inputs: what `RowKernel.write` calls spare.
 _SPARE_BYTES = 64
 # Behind the inputs of the last token: what the last read of them may touch.
@@ -55,7 +56,8 @@ class Ways(Protocol):
         """With how many tokens a tile is multiplied at once, as far as registers reach."""
 
     def most_inputs(self, code: Code, call: Call) -> Value:
-        """So many tokens have room in the scratch memory with what rows are multiplied with."""
+        """For so many tokens there is room, in the scratch memory or in a cache, for what rows are multiplied
+        with; a multiple of `most_row_tokens`."""
 
     def write_inputs(self, code: Code, call: Call, first: Value, count: Value) -> None:
         """Writes there what rows are multiplied with, of `count` tokens from `first` on."""
@@ -167,8 +169,8 @@ class FloatWays:
         return 8
 
     def most_inputs(self, code: Code, call: Call) -> Value:
-        # They are read where they are.
-        return call.num_tokens
+        # They are read where they are, but by every block of rows: so many stay in a cache.
+        return code.integer(_FLOAT_TOKENS_IN_CACHE)
 
     def write_inputs(self, code: Code, call: Call, first: Value, count: Value) -> None:
         pass
@@ -179,8 +181,9 @@ class FloatWays:
         floats = code.kept(call.floats + call.width * 4 * token)
         inputs = [floats + call.width * (4 * number) for number in range(tokens)]
         out = code.kept(call.out + call.out_stride * 4 * token)
-        # Two rows at once where activations are most of what is read; where weights are, it halves the speed.
-        num_rows = 1 if tokens <= 2 else 2
+        # Two rows at once where that saves reading activations: with few tokens it halves the speed, and with
+        # weights of two bytes their widening wants the registers.
+        num_rows = 2 if tokens > 2 and self._weight_bytes == 4 else 1
         with code.loop(call.start, call.stop, num_rows) as first:
             # The last of an odd number of rows is its own partner.
             rows = [code.smaller(first + number, call.stop - 1) for number in range(num_rows)]
