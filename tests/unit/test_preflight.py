@@ -174,9 +174,9 @@ def test_chunks_that_stream_need_less_shared_memory(path: Path, monkeypatch: pyt
     with GGUFModel(path) as model:
         config = read_model_config(model)
         place_bytes = BlobLayout(model, config.num_layers).largest_place_bytes
-    free = shared_memory_needed(config, RingTokens(1027, 8196), place_bytes)
-    assert free > shared_memory_needed(config, RingTokens(1027, 8196))
-    assert free < shared_memory_needed(config, RingTokens(8196, 8196))
+    free = shared_memory_needed(config, RingTokens(1044, 8213), place_bytes)
+    assert free > shared_memory_needed(config, RingTokens(1044, 8213))
+    assert free < shared_memory_needed(config, RingTokens(8213, 8213))
     monkeypatch.setattr(preflight, "free_shared_memory", lambda: free)
     check(path, prefill="8192", device="cpu", expert_cache="4")
     check(path, device="cpu", expert_cache="4")

@@ -47,8 +47,9 @@ def compute(works: list[Work]) -> None:
 
 def next_step(scheduler: Scheduler) -> list[Work]:
     """With whoever may begin."""
-    while scheduler.admit() is not None:
-        pass
+    reading = scheduler.reading
+    if reading is not None and reading.state is None:
+        reading.state = PositionOnly()  # type: ignore[assignment]
     return scheduler.schedule()
 
 
