@@ -21,7 +21,7 @@ from gpu_worker.native.workspace import Floats
 from gpu_worker.ngram_way import StagedFeatures
 from shared.native.memory import clock_ns, floats_at, ids_at, integers_at, load, load_shared, store
 from shared.native.program import Program
-from shared.native.records import fields, reader, record
+from shared.native.records import Record, fields, reader, record
 from shared.native.ring import (
     ARRIVED,
     CLIENT_SLEEPS,
@@ -299,6 +299,17 @@ class LayerLoop:
             shared.ready()
             for name, value in zip(_PROGRAM, _described(shared), strict=True):
                 row[f"shared_{name}"] = value
+
+    def begin_table(self) -> Record:
+        """Begins another table, in which the programs of all rows are then to be set; the one before stays as
+        it is."""
+        self.use(self._layers.copy())
+        return self._layers
+
+    def use(self, table: Record) -> None:
+        """Runs what that table says from now on."""
+        self._layers = table
+        self._step["layers"] = address_of(self._layers)
 
     def set_features(self, number: int, features: Floats | None) -> None:
         """Where n-gram features go before a layer; None where they are brought there, or there are none."""

@@ -7,6 +7,7 @@ Where the experts are behind a ring, all of that is native code, hand-over and c
 All buffers are in one workspace, which grows with the largest step. Steps may have any spans.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -25,10 +26,14 @@ from gpu_worker.native.streams import Written, emit_write
 from gpu_worker.native.workspace import Workspace
 from gpu_worker.ngram_way import StagedFeatures
 from shared.model_config import Qwen4ExpConfig
+from shared.native.program import Program
+from shared.native.records import Record
 from shared.native.task import address_of
 from shared.native.team import Team
 
 _FIRST_CAPACITY = 16
+# How many sizes of steps the loop has tables for.
+_NUM_TABLES = 48
 
 
 class LayerStack:
@@ -68,7 +73,10 @@ class LayerStack:
         self._loop = LayerLoop(self._team, *self._handed_over, first_layer=self._layers[0].number)
         pending = [*(layer.pending for layer in self._layers), [self._last_writing["output"]]]
         self._loop.set_pending([[address_of(place) for place in places] for places in pending])
-        self._loop_sizes: tuple[Sizes, list[bool]] | None = None
+        self._loop_key: tuple[Sizes, tuple[bool, ...]] | None = None
+        self._tables: OrderedDict[tuple[Sizes, tuple[bool, ...]], tuple[Record, list[Program]]] = (
+            OrderedDict()
+        )
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for a step of so many tokens, before what comes first is told of it."""
@@ -123,19 +131,30 @@ class LayerStack:
 
     def _size_loop(self, sizes: Sizes) -> None:
         """Puts the programs for a step of that size into the loop."""
-        choices = [layer.chooses for layer in self._layers]
-        if (sizes, choices) == self._loop_sizes:
+        key = sizes, tuple(layer.chooses for layer in self._layers)
+        if key == self._loop_key:
             return
+        if key not in self._tables:
+            self._tables[key] = self._table(sizes)
+            if len(self._tables) > _NUM_TABLES:
+                self._tables.popitem(last=False)
+        self._loop.use(self._tables[key][0])
+        self._loop_key = key
+
+    def _table(self, sizes: Sizes) -> tuple[Record, list[Program]]:
+        """What the loop does in a step of that size, and the programs that this consists of."""
+        table = self._loop.begin_table()
+        programs: list[Program] = []
         for row, layer in enumerate(self._layers):
             script = layer.after_choice if layer.chooses else layer.whole
-            self._loop.set_programs(row, script.resize(sizes), layer.shared.resize(sizes))
-        self._loop.set_programs(len(self._layers), self._last.resize(sizes), None)
-        self._loop_sizes = sizes, choices
+            programs += [script.resize(sizes), layer.shared.resize(sizes)]
+            self._loop.set_programs(row, *programs[-2:])
+        programs.append(self._last.resize(sizes))
+        self._loop.set_programs(len(self._layers), programs[-1], None)
+        return table, programs
 
     def _run_by_turns(self, sizes: Sizes, experts: RoutedExperts, ngram: NgramFeatures | None) -> None:
         """The same, program by program."""
-        # The programs are the same ones.
-        self._loop_sizes = None
         handed_over = [torch.from_numpy(buffer[: sizes.num_tokens]) for buffer in self._handed_over]
         routed: Tensor | None = None
         for layer in self._layers:

@@ -138,6 +138,14 @@ class Program:
         """What is added from now on begins when everything before is done."""
         self._step += 1
 
+    def copy(self) -> "Program":
+        """One with entries of its own, of the same tasks and params."""
+        made = Program()
+        made.entries, made.cost_ns = self.entries.copy(), self.cost_ns
+        made._step, made._kept = self._step, list(self._kept)
+        made.seal()
+        return made
+
     def seal(self) -> None:
         """Numbers the units anew, after `entries` was changed by hand."""
         self.address = address_of(self.entries)
