@@ -4,12 +4,15 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from gpu_worker.conversations import ConversationCache
+from gpu_worker.conversations import ConversationCache, num_agreeing
 from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.scheduler import Work
 from gpu_worker.sequence import Sequence
 from gpu_worker.state.checkpoint import Checkpoint
 from shared.window import WINDOW_TOKENS
+
+# Tokens that make up for waiting until somebody else has read them.
+_WORTH_WAITING = 64
 
 
 class Checkpointing:
@@ -19,6 +22,24 @@ class Checkpointing:
         self._model = model
         self.conversations = conversations
 
+    def awaits(self, sequence: Sequence, readers: Iterable[Sequence]) -> bool:
+        """Whether a sequence that has not begun had better wait, since another one is reading what it begins
+        with too, and will leave a checkpoint there."""
+        request = sequence.request
+        if request.logits_path:
+            return False
+        for other in readers:
+            if other.state is None or not other.wanted or other.request.cache_salt != request.cache_salt:
+                continue
+            shared = num_agreeing(sequence.prompt, other.prompt)
+            coming = [position for position in other.wanted if position <= shared]
+            if coming and coming[-1] - self._num_kept(sequence) >= _WORTH_WAITING:
+                return True
+        return False
+
+    def _num_kept(self, sequence: Sequence) -> int:
+        return self.conversations.find(sequence.prompt, sequence.request.cache_salt).num_tokens
+
     def begin(self, sequence: Sequence) -> Checkpoint | None:
         """Gives a sequence its state; what it goes on from, if not from its begin."""
         request, state = sequence.request, self._model.new_state()
@@ -26,7 +47,7 @@ class Checkpointing:
         if request.logits_path:
             # They are wanted of all positions.
             return None
-        prompt, salt = request.prompt_token_ids, request.cache_salt
+        prompt, salt = sequence.prompt, request.cache_salt
         sequence.reuse = self.conversations.find(prompt, salt)
         checkpoint = sequence.reuse.checkpoint
         if checkpoint is not None:

@@ -81,26 +81,28 @@ class ConversationCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, token_ids: Sequence[int], salt: str = "") -> Reuse:
+    def find(self, token_ids: Sequence[int] | TokenIds, salt: str = "") -> Reuse:
         """What a prompt can go on from. At least its last token is computed anew: the next one follows from
         it."""
-        prompt = np.array(token_ids, np.int32)
+        prompt = np.asarray(token_ids, np.int32)
         candidates = [kept for kept in self._kept if kept.salt == salt]
-        best, num_agreeing = None, 0
+        best, longest = None, 0
         for kept in candidates:
-            agreeing = _num_agreeing(prompt, kept.token_ids)
-            num_agreeing = max(num_agreeing, agreeing)
+            agreeing = num_agreeing(prompt, kept.token_ids)
+            longest = max(longest, agreeing)
             is_beginning = agreeing == len(kept.token_ids) < len(prompt)
             if is_beginning and (best is None or len(best.token_ids) < agreeing):
                 best = kept
         if best is None:
-            return Reuse(None, num_agreeing, self._why_none(prompt, num_agreeing, candidates, salt))
+            return Reuse(None, longest, self._why_none(prompt, longest, candidates, salt))
         self._clock += 1
         best.last_used = self._clock
-        why = self._why_no_more(prompt, len(best.token_ids), num_agreeing, salt)
-        return Reuse(best.checkpoint, num_agreeing, why)
+        why = self._why_no_more(prompt, len(best.token_ids), longest, salt)
+        return Reuse(best.checkpoint, longest, why)
 
-    def wanted(self, token_ids: Sequence[int], boundaries: Iterable[int], salt: str = "") -> list[int]:
+    def wanted(
+        self, token_ids: Sequence[int] | TokenIds, boundaries: Iterable[int], salt: str = ""
+    ) -> list[int]:
         """The positions of a prompt at which checkpoints are to be taken, rising; `boundaries` are those at
         which its messages begin."""
         if not self._max_bytes:
@@ -109,11 +111,11 @@ class ConversationCache:
         inner = sorted({position for position in boundaries if 0 < position < num_tokens})
         positions = {*inner[:1], *inner[-2:]} if inner else {num_tokens - 1}
         positions.update(self._at_intervals(num_tokens, inner))
-        prompt = np.array(token_ids, np.int32)
+        prompt = np.asarray(token_ids, np.int32)
         present = [0] + [
             len(kept.token_ids)
             for kept in self._kept
-            if kept.salt == salt and _num_agreeing(prompt, kept.token_ids) == len(kept.token_ids)
+            if kept.salt == salt and num_agreeing(prompt, kept.token_ids) == len(kept.token_ids)
         ]
         chosen: list[int] = []
         # The last ones first: they save the most.
@@ -130,7 +132,7 @@ class ConversationCache:
             (
                 len(kept.token_ids)
                 for kept in self._kept
-                if kept.salt == salt and _num_agreeing(beginning, kept.token_ids) == len(kept.token_ids)
+                if kept.salt == salt and num_agreeing(beginning, kept.token_ids) == len(kept.token_ids)
             ),
             default=0,
         )
@@ -214,12 +216,12 @@ class ConversationCache:
         return ""
 
 
-def _num_agreeing(prompt: TokenIds, token_ids: TokenIds) -> int:
+def num_agreeing(first: TokenIds, second: TokenIds) -> int:
     """How many tokens two sequences begin with alike."""
-    length = min(len(prompt), len(token_ids))
-    differs = prompt[:length] != token_ids[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    place = int(differs.argmax()) if length else 0
+    return place if length and differs[place] else length
 
 
 def _hash(salt: str) -> "hashlib.blake2b":

@@ -199,8 +199,7 @@ class Engine:
                 os.sched_setaffinity(0, {self._cpu})
             while self._take_commands():
                 # Nothing here keeps the step's sequences: their memory is free when they have ended.
-                self._admit()
-                self._step(self._scheduler.schedule())
+                self._step(self._scheduler.schedule(self._reader()))
             self._fail_all(WorkerFailedError("the gpu_worker is stopping"))
         except BaseException as error:
             try:
@@ -274,9 +273,14 @@ class Engine:
             )
         )
 
-    def _admit(self) -> None:
-        """Sees to it that the sequence whose prompt is read next has its state."""
-        while (sequence := self._scheduler.reading) is not None and sequence.state is None:
+    def _reader(self) -> Sequence | None:
+        """The sequence that reads of its prompt next, with its state."""
+        readers = self._scheduler.readers()
+        for sequence in readers:
+            if sequence.state is not None:
+                return sequence
+            if self._checkpointing.awaits(sequence, readers):
+                continue
             try:
                 # A page of a conversation that it goes on from is copied.
                 self._workers.claim_context(self._model.pages.bytes_with(1))
@@ -286,6 +290,9 @@ class Engine:
                 raise
             except Exception as error:
                 self._end_with_failure(sequence, self._failure_of(error, 1))
+                continue
+            return sequence
+        return None
 
     def _step(self, works: list[Work]) -> None:
         if not works:
@@ -297,6 +304,7 @@ class Engine:
             clock = work.sequence.clock
             clock.started_at = clock.started_at or started
         num_prefilled = sum(work.num_tokens for work in works if work.sequence.is_prefilling)
+        num_generating = sum(not work.sequence.is_prefilling for work in works)
         try:
             self._workers.claim_context(self._context_bytes_after(works))
             self._checkpointing.prepare(works)
@@ -341,6 +349,7 @@ class Engine:
         except Exception as error:
             self._fail(self._running(works), self._failure_of(error, len(works)))
             return
+        self._scheduler.share.note(time.monotonic() - started, num_prefilled, has_answers=num_generating > 0)
         self._end_finished(works)
 
     def _running(self, works: list[Work]) -> list[Work]:

@@ -1,7 +1,9 @@
 """Decides what the next step computes. Pure bookkeeping: no tensors, no clocks, no sockets.
 
-A step takes one token of every sequence that generates, and one chunk of one prompt, oldest first. So prompts
-are read without stopping the streams that already run, and each step's size is bounded.
+A step takes the next token of every sequence that generates, with its drafts, and one chunk of one prompt.
+Prompts take turns, so that a short one does not wait for a long one to be read; while answers are written
+they have no more than their share of the time (`prefill_share`). So no step is too large, and none of those
+who run is stopped by another.
 """
 
 from collections import deque
@@ -10,6 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from gpu_worker.chunk_size import ChunkSize
+from gpu_worker.prefill_share import PrefillShare
 from gpu_worker.sequence import Sequence
 from gpu_worker.state.checkpoint import Checkpoint
 
@@ -45,10 +48,12 @@ class Work:
 class Scheduler:
     """The sequences of one gpu_worker."""
 
-    def __init__(self, max_running: int, prefill_tokens: int) -> None:
+    def __init__(self, max_running: int, prefill_tokens: int, share: PrefillShare) -> None:
         """`prefill_tokens` is the size of the largest chunk of a prompt."""
         self._max_running = max_running
         self.chunk = ChunkSize(prefill_tokens)
+        self.share = share
+        self._num_reads = 0
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -86,22 +91,29 @@ class Scheduler:
         """The sequence of a request, running or waiting."""
         return next((sequence for sequence in self if sequence.request_id == request_id), None)
 
-    @property
-    def reading(self) -> Sequence | None:
-        """The sequence whose prompt is read next; it has to have its state before the next step."""
+    def readers(self) -> list[Sequence]:
+        """The sequences that have yet to read of their prompts, those first that have waited for the longest
+        time; as many run as there is room for."""
         while self._waiting and len(self._running) < self._max_running:
             self._running.append(self._waiting.popleft())
-        return next((sequence for sequence in self._running if sequence.is_prefilling), None)
+        prefilling = [sequence for sequence in self._running if sequence.is_prefilling]
+        return sorted(prefilling, key=lambda sequence: sequence.last_read)
 
-    def schedule(self) -> list[Work]:
-        """The next step, decoding first; empty where there is nothing to do."""
-        decode = [
+    def schedule(self, reader: Sequence | None) -> list[Work]:
+        """The next step, decoding first; empty where there is nothing to do. `reader` is the sequence that
+        reads of its prompt, if it may."""
+        works = [
             Work(sequence, sequence.num_computed, len(sequence.token_ids), sequence.drafts.token_ids)
             for sequence in self._running
             if not sequence.is_prefilling
         ]
-        if (sequence := self.reading) is None:
-            return decode
-        start = sequence.num_computed
-        stop = min(start + self.chunk.tokens, sequence.num_prompt_tokens)
-        return [*decode, Work(sequence, start, stop)]
+        if reader is None:
+            return works
+        most = self.share.limit(has_answers=bool(works))
+        num_tokens = self.chunk.tokens if most is None else min(most, self.chunk.tokens)
+        if num_tokens:
+            self._num_reads += 1
+            reader.last_read = self._num_reads
+            start = reader.num_computed
+            works.append(Work(reader, start, min(start + num_tokens, reader.num_prompt_tokens)))
+        return works

@@ -154,11 +154,21 @@ class Sequence:
     reuse: Reuse | None = None
     wanted: list[int] = field(default_factory=list)
     drafts: Drafts = field(default_factory=Drafts)
+    last_read: int = 0
+    """Number of the chunk that it has read last, among those of all sequences."""
+    _prompt: NDArray[np.int32] | None = None
 
     @property
     def request_id(self) -> str:
         """The gateway's name for the request."""
         return self.request.request_id
+
+    @property
+    def prompt(self) -> NDArray[np.int32]:
+        """The token ids of the prompt, int32."""
+        if self._prompt is None:
+            self._prompt = np.array(self.request.prompt_token_ids, np.int32)
+        return self._prompt
 
     @property
     def num_prompt_tokens(self) -> int:

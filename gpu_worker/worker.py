@@ -10,6 +10,7 @@ from gpu_worker.engine import AbortAll, Engine
 from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.loading import Loaded, load
 from gpu_worker.peers import PeerListener
+from gpu_worker.prefill_share import PrefillShare
 from gpu_worker.scheduler import Scheduler
 from gpu_worker.speculation.drafter import Drafter
 from gpu_worker.ways import AttachedWorkers, ModelFiles
@@ -122,7 +123,11 @@ class GpuWorker:
         config = self._context.config
         loaded = await load_in_thread(partial(load, self._context, self._config, self._torch_device))
         self._loaded = loaded
-        scheduler = Scheduler(max_running=config.parallel, prefill_tokens=loaded.prefill_tokens)
+        scheduler = Scheduler(
+            max_running=config.parallel,
+            prefill_tokens=loaded.prefill_tokens,
+            share=PrefillShare(config.prefill_share, 1e-3 * config.prefill_gap_ms),
+        )
         layout = BlobLayout(self._context.model, self._config.num_layers)
         # The largest step has a chunk of a prompt and one token of every other sequence.
         tokens = ring_tokens(

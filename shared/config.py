@@ -419,6 +419,23 @@ class GpuWorkerConfig(CapacityConfig):
         minimum=0.01,
         maximum=1 << 24,
     )
+    prefill_share: float = setting(
+        0.5,
+        "share of the time that prompts are read in while other answers are written; 1 reads them as fast as "
+        "it goes",
+        group=_CAPACITY,
+        minimum=0.05,
+        maximum=1,
+    )
+    prefill_gap_ms: float = setting(
+        1000.0,
+        "longest wait that a piece of a prompt is to cause between two tokens of other answers, as far as "
+        "pieces of 64 tokens allow",
+        group=_CAPACITY,
+        unit="ms",
+        minimum=1,
+        maximum=600_000,
+    )
     spec_min_p: float = setting(
         0.5,
         "a token that the prediction block drafts with less probability ends the draft; 0 always drafts as "

@@ -29,6 +29,7 @@ from gpu_worker.experts.counts import ExpertFiles
 from gpu_worker.experts.placement import ExpertPlacement, open_placement
 from gpu_worker.experts.profile_store import ProfileStore
 from gpu_worker.model.qwen4exp import Qwen4Exp
+from gpu_worker.prefill_share import PrefillShare
 from gpu_worker.scheduler import Scheduler
 from gpu_worker.speculation.drafter import Drafter
 from gpu_worker.ways import AttachedWorkers, ModelFiles
@@ -93,6 +94,8 @@ class RunningEngine:
         recorder: TraceWriter | None = None,
         stages_from_disk: bool = False,
         conversation_cache_bytes: int = 0,
+        prefill_share: float = 1.0,
+        prefill_gap_s: float = 60.0,
         spec: int = 0,
         spec_min_p: float = 0.0,
         suffix_draft: bool = False,
@@ -115,7 +118,9 @@ class RunningEngine:
         self.on_experts: Callable[[Arrays], None] = lambda slot: None
         # Called with all reads that are to be made for a slot of staging places; may change or delay them.
         self.on_staging: Callable[[Record], None] = lambda reads: None
-        self.scheduler = Scheduler(max_running=parallel, prefill_tokens=prefill)
+        self.scheduler = Scheduler(
+            max_running=parallel, prefill_tokens=prefill, share=PrefillShare(prefill_share, prefill_gap_s)
+        )
         self.messages: queue.Queue[Message] = queue.Queue()
         max_tokens = parallel * WINDOW_TOKENS + prefill + 1
         self.layout = BlobLayout(file, config.num_layers)

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.in_process import InProcessModel
 from gpu_worker.engine import AbortAll
+from gpu_worker.scheduler import Work
 from gpu_worker.state.sequence_state import SequenceState
 from shared.errors import WorkerFailedError
 from shared.messages import REPETITION, AbortRequest, RequestFailed, RequestFinished, Sampling, TokenChunk
@@ -365,7 +366,7 @@ def test_stop_ends_what_runs(path: Path) -> None:
 def test_failure_of_the_engine_itself(path: Path) -> None:
     """It must not die in silence: whoever started the thread is told, and so are its requests."""
 
-    def fail() -> SequenceState:
+    def fail(reader: object) -> list[Work]:
         raise MemoryError("out of everything")
 
     with running_engine(path) as running:

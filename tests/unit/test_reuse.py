@@ -99,6 +99,45 @@ def test_a_prompt_without_known_messages(running: RunningEngine, alone: Alone) -
     assert timings.num_reused == len(LONG) - 1
 
 
+def test_the_same_prompt_several_times_at_once(path: Path, alone: Alone) -> None:
+    """It is read once; so is what several prompts begin with, where a message ends there. Who has something
+    of its own to read does not wait."""
+    with running_engine(path, parallel=6, conversation_cache_bytes=64 << 20) as running:
+        prompts = {
+            **{f"same-{number}": (LONG, ()) for number in range(3)},
+            "other": (RANDOM[100:190], ()),
+        }
+        for name, (prompt, at) in prompts.items():
+            running.ask(name, prompt, NUM_NEW, boundaries=list(at))
+        reused = []
+        for name, (prompt, _) in prompts.items():
+            answer = running.answer(name)
+            assert answer.token_ids == alone(prompt, NUM_NEW)
+            reused.append(timings_of(answer).num_reused)
+        assert reused == [0, len(LONG) - 1, len(LONG) - 1, 0]
+
+        system = RANDOM[:150]
+        agents = [system + RANDOM[200 + 20 * number : 220 + 30 * number] for number in range(4)]
+        for number, prompt in enumerate(agents):
+            running.ask(f"agent-{number}", prompt, NUM_NEW, boundaries=[len(system)])
+        for number, prompt in enumerate(agents):
+            answer = running.answer(f"agent-{number}")
+            assert answer.token_ids == alone(prompt, NUM_NEW)
+            assert timings_of(answer).num_reused == (len(system) if number else 0)
+
+
+def test_whoever_is_waited_for_leaves(path: Path, alone: Alone) -> None:
+    """The next one reads it all, then."""
+    with running_engine(path, conversation_cache_bytes=64 << 20) as running:
+        running.gate.clear()
+        for name in ("a", "b", "c"):
+            running.ask(name, LONG, NUM_NEW)
+        running.engine.submit(AbortRequest(request_id="a"))
+        running.gate.set()
+        for name in ("b", "c"):
+            assert running.answer(name).token_ids == alone(LONG, NUM_NEW)
+
+
 def test_an_answer_that_was_stopped(running: RunningEngine, alone: Alone) -> None:
     """What was computed for it is there for whoever goes on."""
     running.ask("a", LONG, 100_000)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_worker.prefill_share import PrefillShare
 from gpu_worker.sampler import Sampler
 from gpu_worker.scheduler import Scheduler, Work
 from gpu_worker.sequence import Clock, Sequence
@@ -47,10 +48,15 @@ def compute(works: list[Work]) -> None:
 
 def next_step(scheduler: Scheduler) -> list[Work]:
     """With whoever may begin."""
-    reading = scheduler.reading
-    if reading is not None and reading.state is None:
-        reading.state = PositionOnly()  # type: ignore[assignment]
-    return scheduler.schedule()
+    reader = next(iter(scheduler.readers()), None)
+    if reader is not None and reader.state is None:
+        reader.state = PositionOnly()  # type: ignore[assignment]
+    return scheduler.schedule(reader)
+
+
+def new_scheduler(max_running: int, prefill_tokens: int) -> Scheduler:
+    """With prompts that may take all the time."""
+    return Scheduler(max_running, prefill_tokens, PrefillShare(1.0, 60.0))
 
 
 def described(works: list[Work]) -> list[tuple[str, int, int]]:
@@ -59,12 +65,12 @@ def described(works: list[Work]) -> list[tuple[str, int, int]]:
 
 def test_nothing_to_do() -> None:
     """An empty step, not an error."""
-    assert Scheduler(max_running=2, prefill_tokens=8).schedule() == []
+    assert next_step(new_scheduler(max_running=2, prefill_tokens=8)) == []
 
 
 def test_a_prompt_in_chunks_beside_one_that_generates() -> None:
-    """Decoding goes on in every step, one prompt is read at a time, the oldest first."""
-    scheduler = Scheduler(max_running=3, prefill_tokens=8)
+    """Decoding goes on in every step, a chunk of one prompt is read with it, of each in its turn."""
+    scheduler = new_scheduler(max_running=3, prefill_tokens=8)
     for name, length in (("a", 3), ("b", 20), ("c", 2)):
         scheduler.add(sequence(name, length, 100))
     steps = []
@@ -75,16 +81,16 @@ def test_a_prompt_in_chunks_beside_one_that_generates() -> None:
     assert steps == [
         [("a", 0, 3)],
         [("a", 3, 4), ("b", 0, 8)],
-        [("a", 4, 5), ("b", 8, 16)],
-        [("a", 5, 6), ("b", 16, 20)],
-        [("a", 6, 7), ("b", 20, 21), ("c", 0, 2)],
-        [("a", 7, 8), ("b", 21, 22), ("c", 2, 3)],
+        [("a", 4, 5), ("c", 0, 2)],
+        [("a", 5, 6), ("c", 2, 3), ("b", 8, 16)],
+        [("a", 6, 7), ("c", 3, 4), ("b", 16, 20)],
+        [("a", 7, 8), ("b", 20, 21), ("c", 4, 5)],
     ]
 
 
 def test_waiting_for_a_place() -> None:
     """In the order of arrival; who waits is found and can be removed."""
-    scheduler = Scheduler(max_running=1, prefill_tokens=8)
+    scheduler = new_scheduler(max_running=1, prefill_tokens=8)
     first, second, third = (sequence(name, 2) for name in "abc")
     for added in (first, second, third):
         scheduler.add(added)
@@ -125,7 +131,7 @@ def test_every_request_ends_once(
     max_running: int, prefill_tokens: int, arrivals: list[tuple[int, int, int, int | None]]
 ) -> None:
     """Requests that arrive at any step, of any length, some aborted at some step."""
-    scheduler = Scheduler(max_running, prefill_tokens)
+    scheduler = new_scheduler(max_running, prefill_tokens)
     ends: Counter[str] = Counter()
     started: list[str] = []
     requests = {f"{n}": arrival for n, arrival in enumerate(sorted(arrivals, key=lambda arrival: arrival[0]))}
