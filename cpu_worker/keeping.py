@@ -55,6 +55,7 @@ def keep_experts(context: ProcessContext[CpuWorkerConfig], model_config: Qwen4Ex
             is_on_cuda=runs_on_cuda(config.device),
             slot_bytes=placed_bytes(sizes, slots_in_ram(config.device, config.expert_cache)),
             lent_bytes=_lent_bytes(config, model_config, sizes),
+            parallel=config.parallel,
             conversation_bytes=conversation_cache_bytes(memory, config.conversation_cache_mib),
         ),
         max(0, free_shared_memory() - _RING_STEPS * _ring_bytes(config, model_config, layout)),

@@ -114,7 +114,7 @@ def _account(budget_gib: float, memory: Memory, needs: Needs) -> str:
     kept = f"conversations {_size(needs.conversations)}, " if needs.conversations else ""
     return (
         f"available {_size(memory.available)}, of which {_size(memory.floor)} stay free; dense weights "
-        f"{_size(needs.dense)}, context {_size(needs.context)}, {kept}n-gram rows "
+        f"{_size(needs.dense)}, context {_size(needs.context + needs.states)}, {kept}n-gram rows "
         f"{_size(needs.rows)}, "
         f"processes {_size(needs.processes)}{slots}"
     )

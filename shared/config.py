@@ -127,6 +127,15 @@ class CommonConfig:
         "lend slots of experts to large chunks as work space, until the prompt is read",
         group=_PLACEMENT,
     )
+    parallel: int = setting(
+        4,
+        "requests that are computed at the same time; slots of experts are --expert-cache",
+        group=_CAPACITY,
+        unit="N",
+        minimum=1,
+        maximum=64,
+        flags=("--slots",),
+    )
     conversation_cache_mib: int | None = setting(
         None,
         "memory for conversations that are kept, so that the next turn reads only what is new; 0 keeps none "
@@ -181,15 +190,6 @@ class CapacityConfig(CommonConfig):
         group=_CAPACITY,
         unit="TOKENS",
         minimum=0,
-    )
-    parallel: int = setting(
-        4,
-        "requests that are computed at the same time; slots of experts are --expert-cache",
-        group=_CAPACITY,
-        unit="N",
-        minimum=1,
-        maximum=64,
-        flags=("--slots",),
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shared.gguf.model import GGUFModel
 from shared.model_config import Qwen4ExpConfig
-from shared.placement.sizes import context_bytes, dense_file_bytes, prediction_expert_bytes
+from shared.placement.sizes import context_bytes, dense_file_bytes, prediction_expert_bytes, state_bytes
 
 _FLOOR_PART = 16
 _SMALLEST_FLOOR = 128 << 20
@@ -127,6 +127,8 @@ class Needs:
     """Programs, and what they keep in their own memory, beyond what they have already."""
     slots: int = 0
     """Slots of experts where RAM plays the memory of a device."""
+    states: int = 0
+    """What each request that runs keeps beside, likewise."""
     conversations: int = 0
     """Checkpoints of conversations, which are in RAM whatever device computes."""
     lent: int = 0
@@ -138,7 +140,15 @@ class Needs:
     @property
     def total(self) -> int:
         """All of it, whether or not slots are lent."""
-        return self.dense + self.context + self.conversations + self.rows + self.processes + self.slots
+        return (
+            self.dense
+            + self.context
+            + self.states
+            + self.conversations
+            + self.rows
+            + self.processes
+            + self.slots
+        )
 
 
 def needs_of(
@@ -151,11 +161,12 @@ def needs_of(
     slot_bytes: int = 0,
     lent_bytes: int = 0,
     conversation_bytes: int = 0,
+    parallel: int = 0,
 ) -> Needs:
     """What a stack with this model will take, less what it has of that already; `row_bytes` for rows of the
     n-gram table, `slot_bytes` for slots of experts that are in RAM, `lent_bytes` for those that are lent,
-    `conversation_bytes` for those that are kept. A
-    model that runs on a CUDA device has its dense weights, keys and values there."""
+    `conversation_bytes` for those that are kept, `parallel` for the requests that run at a time. A model that
+    runs on a CUDA device has its dense weights, keys and values there."""
     context = context_bytes(config, min(COUNTED_CONTEXT_TOKENS, config.context_length))
     return Needs(
         dense=0 if is_on_cuda else dense_file_bytes(model, config),
@@ -166,6 +177,7 @@ def needs_of(
         slots=max(0, slot_bytes - max(0, held.private - _PROCESSES_BYTES)),
         lent=lent_bytes,
         conversations=conversation_bytes,
+        states=0 if is_on_cuda else parallel * state_bytes(config),
         prediction=prediction_expert_bytes(model, config),
     )
 

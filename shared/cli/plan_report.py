@@ -105,6 +105,8 @@ def _ram(plan: StackPlan, gpu_worker: GpuWorkerConfig, *, is_ram_given: bool) ->
     if needs.context:
         counted = min(COUNTED_CONTEXT_TOKENS, plan.facts.config.context_length)
         yield _line("keys and values", needs.context, f"{counted} tokens; {_most_context(plan, gpu_worker)}")
+    if needs.states:
+        yield _line("states", needs.states, f"{gpu_worker.parallel} requests")
     if needs.conversations:
         yield _line("conversations", needs.conversations, "that are kept, at most")
     if needs.slots:

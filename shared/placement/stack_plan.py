@@ -232,6 +232,7 @@ class Planner:
             rows,
             is_on_cuda=self._device_bytes is not None,
             slot_bytes=in_ram,
+            parallel=self._gpu.parallel,
             conversation_bytes=conversation_cache_bytes(self._memory, self._gpu.conversation_cache_mib),
         )
 

@@ -96,7 +96,8 @@ def test_too_little_ram_for_anything(capsys: pytest.CaptureFixture[str]) -> None
     plan = as_json(capsys, "--device", "cpu", "--ram", "512MiB")
     (shortage,) = plan["short"]
     fixed = sum(
-        plan["ram"][name] for name in ("dense", "context", "conversations", "rows", "processes", "slots")
+        plan["ram"][name]
+        for name in ("dense", "context", "states", "conversations", "rows", "processes", "slots")
     )
     assert (shortage["purpose"], shortage["needed"]) == ("before any expert", fixed + (128 << 20))
     assert shortage["num_bytes"] == shortage["needed"] - (512 << 20)
