@@ -23,11 +23,13 @@ class Checkpointing:
         self.conversations = conversations
 
     def awaits(self, sequence: Sequence, readers: Iterable[Sequence]) -> bool:
-        """Whether a sequence that has not begun had better wait, since another one is reading what it begins
-        with too, and will leave a checkpoint there."""
+        """Whether a sequence that has not begun had better wait: what it begins with is being read from the
+        disk; or another one is reading its prompt, which begins so too, and will leave a checkpoint there."""
         request = sequence.request
         if request.logits_path:
             return False
+        if self.conversations.is_coming(sequence.prompt, request.cache_salt):
+            return True
         for other in readers:
             if other.state is None or not other.wanted or other.request.cache_salt != request.cache_salt:
                 continue

@@ -6,21 +6,26 @@ edited last message, a shared system prompt and an exact repeat read only what i
 
 Checkpoints are taken where prompts are likely to part: at the end of the first message, before the last two,
 and, of long prompts, at intervals; and where an answer has ended. Their number is bounded by their memory;
-who was not used for the longest time goes first.
+who was not used for the longest time goes first, to the disk, where files are kept (`conversation_files`).
 """
 
 import hashlib
+import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_worker.conversation_files import ConversationFiles, Leaving
 from gpu_worker.state.checkpoint import Checkpoint
 from gpu_worker.state.pages import Page, PagePool
 from gpu_worker.state.sequence_state import SequenceState
+
+_log = logging.getLogger(__name__)
 
 MIN_TOKENS = 16
 """A checkpoint has to save so many tokens against the last one before it."""
@@ -62,10 +67,19 @@ class _Kept:
 class ConversationCache:
     """Checkpoints of one model, within a bound. Used by the engine's thread."""
 
-    def __init__(self, pool: PagePool, max_bytes: int) -> None:
-        """Copies and pages together take no more than `max_bytes`."""
+    def __init__(
+        self,
+        pool: PagePool,
+        max_bytes: int,
+        files: ConversationFiles | None = None,
+        new_state: Callable[[], SequenceState] | None = None,
+    ) -> None:
+        """Copies and pages together take no more than `max_bytes`. Where there are `files`, what has to leave
+        goes there, and comes back; `new_state` makes any state of the model, which that needs."""
         self._pool = pool
         self._max_bytes = max_bytes
+        self._files = files
+        self._new_state = new_state
         self._kept: list[_Kept] = []
         self._pages: Counter[Page] = Counter()
         self._copied_bytes = 0
@@ -138,6 +152,37 @@ class ConversationCache:
         )
         if not self._max_bytes or checkpoint.position - nearest < MIN_TOKENS:
             return
+        self._add(salt, beginning, checkpoint)
+
+    def is_coming(self, prompt: TokenIds, salt: str = "") -> bool:
+        """Whether more of a prompt than is in memory is being read from the disk."""
+        if self._files is None:
+            return False
+        self._take_loaded(self._files)
+        return self._files.is_coming(prompt, salt, self.find(prompt, salt).num_tokens + MIN_TOKENS - 1)
+
+    def close(self) -> None:
+        """Forgets all, but for what files keep."""
+        if self._files is not None:
+            self._take_loaded(self._files)
+            for kept in sorted(self._kept, key=lambda kept: kept.last_used):
+                self._files.save(self._leaving(kept), is_last=True)
+            self._files.close()
+        self.clear()
+
+    def _take_loaded(self, files: ConversationFiles) -> None:
+        for saved in files.take_loaded():
+            assert self._new_state is not None
+            try:
+                checkpoint = Checkpoint.from_arrays(
+                    self._new_state(), self._pool, saved.arrays, len(saved.token_ids), saved.num_pending
+                )
+            except (KeyError, RuntimeError) as error:
+                _log.error("a conversation of %d tokens cannot be used: %s", len(saved.token_ids), error)
+                continue
+            self._add(saved.salt, saved.token_ids, checkpoint)
+
+    def _add(self, salt: str, beginning: TokenIds, checkpoint: Checkpoint) -> None:
         self._clock += 1
         self._kept.append(_Kept(salt, beginning, checkpoint, self._clock))
         self._pages.update(checkpoint.pages)
@@ -159,9 +204,9 @@ class ConversationCache:
             self.keep(token_ids, checkpoint, salt)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all that is in memory, at once."""
         while self._kept:
-            self._evict(self._kept[-1])
+            self._evict(self._kept[-1], saves=False)
 
     def _at_intervals(self, num_tokens: int, boundaries: Sequence[int]) -> Iterable[int]:
         """Positions of a long prompt, where messages begin if that is not far."""
@@ -174,7 +219,14 @@ class ConversationCache:
             near = [at for at in boundaries if 0 <= position - at < _INTERVAL_TOKENS // 4]
             yield near[-1] if near else position
 
-    def _evict(self, kept: _Kept) -> None:
+    def _leaving(self, kept: _Kept) -> Leaving:
+        checkpoint = kept.checkpoint
+        arrays = partial(checkpoint.arrays, self._pool)
+        return Leaving(kept.salt, kept.token_ids, checkpoint.num_pending, arrays)
+
+    def _evict(self, kept: _Kept, *, saves: bool = True) -> None:
+        if saves and self._files is not None:
+            self._files.save(self._leaving(kept))
         self._kept.remove(kept)
         self._pages.subtract(kept.checkpoint.pages)
         for page in kept.checkpoint.pages:

@@ -148,6 +148,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_busy = time.monotonic()
+        self._has_steps = True
         self.num_steps = 0
         # Done when the thread has ended; carries the failure that ended it, if one did.
         self.ended: Future[None] = Future()
@@ -199,7 +200,7 @@ class Engine:
                 os.sched_setaffinity(0, {self._cpu})
             while self._take_commands():
                 # Nothing here keeps the step's sequences: their memory is free when they have ended.
-                self._step(self._scheduler.schedule(self._reader()))
+                self._has_steps = self._step_if_any()
             self._fail_all(WorkerFailedError("the gpu_worker is stopping"))
         except BaseException as error:
             try:
@@ -221,15 +222,19 @@ class Engine:
             is_loading = self._workers.go_on_loading()
             self._workers.set_in_use(has_work or is_loading)
             patience_s = _REST_S if self._workers.has_lent else None
+            # Sequences may wait for the disk, all of them.
+            is_waiting = has_work and not self._has_steps
             try:
                 command = self._commands.get(
-                    block=not has_work, timeout=_LOADING_LOOK_S if is_loading else patience_s
+                    block=not has_work or is_waiting,
+                    timeout=_LOADING_LOOK_S if is_loading or is_waiting else patience_s,
                 )
             except queue.Empty:
                 if has_work:
                     return True
                 continue
             self._last_busy = time.monotonic()
+            self._has_steps = True
             if isinstance(command, Stop):
                 return False
             self._carry_out(command)
@@ -294,9 +299,14 @@ class Engine:
             return sequence
         return None
 
+    def _step_if_any(self) -> bool:
+        """Computes the next step; whether there is one."""
+        works = self._scheduler.schedule(self._reader())
+        if works:
+            self._step(works)
+        return bool(works)
+
     def _step(self, works: list[Work]) -> None:
-        if not works:
-            return
         ways = self._workers.ways
         assert ways is not None, "sequences are failed when a worker is lost"
         started = time.monotonic()

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from functools import partial
 
+from gpu_worker.conversation_files import ConversationFiles
 from gpu_worker.conversations import ConversationCache
 from gpu_worker.device.choose import choose_torch_device
 from gpu_worker.engine import AbortAll, Engine
@@ -21,6 +22,7 @@ from shared.link import LinkClient, LinkServer
 from shared.memory_budget import conversation_cache_bytes, read_memory
 from shared.messages import AbortRequest, FromBinding, GenerateRequest, Heartbeat, Init, Message
 from shared.model_config import read_model_config
+from shared.placement.profile import model_identity
 from shared.process import ProcessContext, ProcessState, load_in_thread
 from shared.rope_scaling import ScalingType
 from shared.run_directory import Role
@@ -53,6 +55,7 @@ class GpuWorker:
         self._gateway = LinkClient(context.identity, context.directory, Role.GATEWAY, self, context.config)
         self._loaded: Loaded | None = None
         self._engine: Engine | None = None
+        self._conversations: ConversationCache | None = None
         self._peers: PeerListener | None = None
 
     async def run(self) -> None:
@@ -138,16 +141,20 @@ class GpuWorker:
             stream_min=config.prefill_stream_min,
         )
         workers = await load_in_thread(partial(self._workers, loaded, layout, tokens.ngrams))
+        conversations = ConversationCache(
+            loaded.model.pages,
+            conversation_cache_bytes(read_memory(), config.conversation_cache_mib),
+            await load_in_thread(partial(self._conversation_files, loaded)),
+            loaded.model.new_state,
+        )
+        self._conversations = conversations
         engine = Engine(
             loaded.model,
             self._torch_device,
             scheduler,
             self._post,
             workers,
-            ConversationCache(
-                loaded.model.pages,
-                conversation_cache_bytes(read_memory(), config.conversation_cache_mib),
-            ),
+            conversations,
             Drafter(
                 loaded.model,
                 self._torch_device,
@@ -173,6 +180,15 @@ class GpuWorker:
         self._is_loaded.set()
         self._tell_state()
         return engine, peers
+
+    def _conversation_files(self, loaded: Loaded) -> ConversationFiles | None:
+        """Where conversations go that leave memory, if anywhere. Raises ConfigError."""
+        config = self._context.config
+        if config.conversation_cache_dir is None:
+            return None
+        # All that changes what is kept, beside the tokens.
+        identity = repr((model_identity(self._context.model, self._config), self._config, loaded.kernels))
+        return ConversationFiles(config.conversation_cache_dir, identity, config.conversation_disk_mib << 20)
 
     def _workers(self, loaded: Loaded, layout: BlobLayout, max_tokens: int) -> AttachedWorkers:
         model = self._context.model
@@ -217,6 +233,8 @@ class GpuWorker:
             self._peers.close()
         if self._engine is not None:
             self._engine.stop()
+        if self._conversations is not None:
+            self._conversations.close()
         if self._loaded is not None:
             self._loaded.close()
 

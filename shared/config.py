@@ -436,6 +436,21 @@ class GpuWorkerConfig(CapacityConfig):
         minimum=1,
         maximum=600_000,
     )
+    conversation_cache_dir: Path | None = setting(
+        None,
+        "folder for conversations that have to leave memory, or are there when Strata stops; they come back "
+        "from it; it holds what was said (default: none)",
+        group=_MEMORY,
+        unit="DIR",
+    )
+    conversation_disk_mib: int = setting(
+        8192,
+        "most that --conversation-cache-dir takes of the disk for a model",
+        group=_MEMORY,
+        unit="MiB",
+        minimum=1,
+        maximum=1 << 24,
+    )
     spec_min_p: float = setting(
         0.5,
         "a token that the prediction block drafts with less probability ends the draft; 0 always drafts as "

@@ -6,7 +6,11 @@ are then read by all who go on from here. A checkpoint is taken of a state as it
 pieces for it.
 """
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.state.pages import Page, PagePool
@@ -51,14 +55,51 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Of the copies."""
-        tensors = [
-            tensor
-            for delta in self.delta.values()
-            for tensor in (delta.matrices, *delta.updates, delta.conv_inputs)
-        ]
-        tensors += self.raw_keys.values()
-        tensors += [tensor for tensor in (self.ngram_inputs, self.streams) if tensor is not None]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self._copies().values())
+
+    def arrays(self, pool: PagePool) -> dict[str, NDArray[np.generic]]:
+        """All of it, keys and values too, by name. May be called by any thread, as long as the pages are
+        held: nobody writes what is read."""
+        found = {name: tensor.cpu().numpy() for name, tensor in self._copies().items()}
+        page_tokens = pool.page_tokens
+        numbers = torch.tensor([page.number for page in self.pages])
+        rows = (numbers[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[: self.position]
+        for layer, store in pool.stores.items():
+            for name, tensor, chosen in store.rows_of(rows.to(pool.torch_device)):
+                found[f"{layer}.{name}"] = tensor[chosen].cpu().numpy()
+        return found
+
+    @classmethod
+    def from_arrays(
+        cls,
+        state: SequenceState,
+        pool: PagePool,
+        arrays: Mapping[str, NDArray[np.generic]],
+        position: int,
+        num_pending: int,
+    ) -> "Checkpoint":
+        """The one that such arrays are of, in pages that are taken for it; `state` is any of the model.
+        Raises KeyError or RuntimeError where they are of something else."""
+        made = cls(state, position, num_pending)
+        if "streams" in arrays:
+            made.streams = torch.empty(arrays["streams"].shape, device=pool.torch_device)
+        for name, tensor in made._copies().items():
+            tensor.copy_(_tensor_of(arrays[name]))
+        made.pages = pool.take(-(-position // pool.page_tokens))
+        numbers = torch.tensor([page.number for page in made.pages])
+        offsets = torch.arange(pool.page_tokens)
+        rows = (numbers[:, None] * pool.page_tokens + offsets).flatten()[:position].to(pool.torch_device)
+        for layer, store in pool.stores.items():
+            for name, tensor, chosen in store.rows_of(rows):
+                tensor[chosen] = _tensor_of(arrays[f"{layer}.{name}"]).to(tensor.device)
+        return made
+
+    def _copies(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor | None] = {"ngram inputs": self.ngram_inputs, "streams": self.streams}
+        for layer, delta in self.delta.items():
+            named |= {f"{layer}.{name}": getattr(delta, name) for name in DeltaState.__dataclass_fields__}
+        named |= {f"{layer}.raw keys": raw_keys for layer, raw_keys in self.raw_keys.items()}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def keep_pages(self, state: SequenceState) -> None:
         """Keeps the pages of the positions that the state has computed."""
@@ -86,6 +127,11 @@ class Checkpoint:
         if self.ngram_inputs is not None and state.ngram_inputs is not None:
             state.ngram_inputs[: len(self.ngram_inputs)] = self.ngram_inputs
         state.position, state.num_pending = self.position, self.num_pending
+
+
+def _tensor_of(array: NDArray[np.generic]) -> Tensor:
+    # A copy: arrays of files are read-only.
+    return torch.from_numpy(array.copy())
 
 
 def _room_for(delta: DeltaState, num_pending: int) -> DeltaState:

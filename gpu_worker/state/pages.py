@@ -60,6 +60,15 @@ class LayerStore:
         if self.ratio:
             self.block_keys = _resized(self.block_keys, num_rows // self.ratio)
 
+    def rows_of(self, rows: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+        """What is kept of consecutive positions from the first on, whose rows int64 [n] these are: by name,
+        in which tensor, and which rows of it."""
+        kept = [("keys", self.keys, rows), ("values", self.values, rows)]
+        if self.ratio:
+            blocks = rows[: len(rows) // self.ratio * self.ratio : self.ratio] // self.ratio
+            kept.append(("block keys", self.block_keys, blocks))
+        return kept
+
     def copy_rows(self, source: int, target: int, count: int) -> None:
         """Copies rows, with the keys of their blocks; `source` and `target` are the first of a page."""
         for rows in (self.keys, self.values):

@@ -20,6 +20,7 @@ import torch
 from cpu_worker.expert_layer import ExpertLayer
 from cpu_worker.native_slots import NativeExperts
 from cpu_worker.worker import ExpertService
+from gpu_worker.conversation_files import ConversationFiles
 from gpu_worker.conversations import ConversationCache
 from gpu_worker.device.cpu import CpuDevice
 from gpu_worker.device.interface import Device
@@ -94,6 +95,7 @@ class RunningEngine:
         recorder: TraceWriter | None = None,
         stages_from_disk: bool = False,
         conversation_cache_bytes: int = 0,
+        conversation_folder: Path | None = None,
         prefill_share: float = 1.0,
         prefill_gap_s: float = 60.0,
         spec: int = 0,
@@ -144,7 +146,12 @@ class RunningEngine:
             placement=self.placement,
             recorder=recorder,
         )
-        self.conversations = ConversationCache(self.model.pages, conversation_cache_bytes)
+        files = None
+        if conversation_folder is not None:
+            files = ConversationFiles(conversation_folder, path.name, 1 << 30)
+        self.conversations = ConversationCache(
+            self.model.pages, conversation_cache_bytes, files, self.model.new_state
+        )
         self.engine = Engine(
             self.model,
             self.device.torch_device,
@@ -282,6 +289,7 @@ class RunningEngine:
         """Ends all threads."""
         self.gate.set()
         self.engine.stop()
+        self.conversations.close()
         for worker in itertools.chain.from_iterable(self._workers.values()):
             worker.stop()
         if self.placement is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,3 +186,23 @@ def test_memory_of_conversations(path: Path, alone: Alone) -> None:
         gauges = running.engine.gauges()
         assert gauges["conversation_cache_bytes"] == running.conversations.num_bytes
         assert gauges["conversation_cache_evictions_total"] > 0
+
+
+@pytest.mark.parametrize("spec", [0, 3])
+def test_conversations_survive_a_restart(tmp_path: Path, spec: int) -> None:
+    """On the disk: what was in memory at the end, and what had to leave it before."""
+    path = tiny_model(has_prediction=True).write(tmp_path / "tiny.gguf")
+    alone = InProcessModel(path).greedy
+    settings: dict[str, Any] = {"conversation_folder": tmp_path / "kept", "spec": spec}
+    prompts = [RANDOM[number * 20 : number * 20 + 150] for number in range(6)]
+    with running_engine(path, conversation_cache_bytes=150 << 10, **settings) as running:
+        for number, prompt in enumerate(prompts):
+            ask(running, alone, f"{number}", prompt)
+    with running_engine(path, conversation_cache_bytes=64 << 20, **settings) as running:
+        said = [alone(prompt, NUM_NEW) for prompt in prompts]
+        for number, (prompt, answer) in enumerate(zip(prompts, said, strict=True)):
+            running.ask(f"{number}", prompt + answer + USER, NUM_NEW)
+        for number, (prompt, answer) in enumerate(zip(prompts, said, strict=True)):
+            found = running.answer(f"{number}")
+            assert found.token_ids == alone(prompt + answer + USER, NUM_NEW)
+            assert timings_of(found).num_reused >= len(prompt)
