@@ -21,6 +21,7 @@ from shared.locked_memory import lock_refusal, may_lock, not_permitted
 from shared.memory_budget import held_by_stack, read_memory
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.chunk_choice import resolve_prefill
+from shared.placement.device import check_deterministic
 from shared.placement.memory_plan import headroom_bytes
 from shared.placement.profile import model_identity
 from shared.placement.rates import assumed_rates
@@ -70,6 +71,8 @@ def load(
 ) -> Loaded:
     """Loads a model; may take long. Raises StartError for what was asked for and cannot be."""
     settings, file = context.config, context.model
+    if settings.deterministic:
+        check_deterministic(torch_device.type != "cpu", wants_experts(settings, torch_device))
     kernels = quants.choose_kernels(
         settings.cpu_kernels, settings.cpu_activations, deterministic=settings.deterministic
     )

@@ -23,7 +23,7 @@ from shared.expert_blobs import BlobLayout, ExpertMode, expert_tensors
 from shared.gguf.model import GGUFModel
 from shared.locked_memory import may_lock, not_permitted, resident_refusal
 from shared.model_config import Qwen4ExpConfig, read_model_config
-from shared.placement.device import may_have_slots
+from shared.placement.device import check_deterministic, may_have_slots, runs_on_cuda
 from shared.run_directory import Role
 from shared.tensor_catalog import check_tensors
 from shared.topology import cpu_set
@@ -50,6 +50,9 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
     check_heartbeats(gateway)
     check_device(gpu_worker.device)
     check_driver(gpu_worker.device)
+    has_slots = may_have_slots(gpu_worker.device, gpu_worker.expert_cache)
+    if gpu_worker.deterministic:
+        check_deterministic(runs_on_cuda(gpu_worker.device), has_slots)
     tokens = _ring_tokens(gpu_worker)
     cpu_set(cpu_worker.cpu_worker_cpus, flag="--cpu-worker-cpus", second_half=False)
     cpu_set(stager.stager_cpus, flag="--stager-cpus", second_half=True)
@@ -58,7 +61,6 @@ def check_stack(configs: Mapping[Role, CommonConfig]) -> None:
         check_tensors(model, config)
         if cpu_worker.experts == ExpertMode.RESIDENT:
             check_lock(model, config)
-        has_slots = may_have_slots(gpu_worker.device, gpu_worker.expert_cache)
         place_bytes = BlobLayout(model, config.num_layers).largest_place_bytes if has_slots else 0
     check_port(gateway.host, gateway.port)
     needed = shared_memory_needed(config, tokens, place_bytes)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shared.config import expert_cache_slots
+from shared.errors import ConfigError
 
 _SIGNS_OF_CUDA = ("dev/nvidia0", "proc/driver/nvidia")
 
@@ -13,6 +14,21 @@ def runs_on_cuda(device: str, root: Path = Path("/")) -> bool:
     if device == "auto":
         return any((root / sign).exists() for sign in _SIGNS_OF_CUDA)
     return device.startswith("cuda")
+
+
+def check_deterministic(is_on_cuda: bool, has_slots: bool) -> None:
+    """Raises ConfigError where `--deterministic` cannot be kept: sums of torch operations on a device depend
+    on what is computed with them, and which experts have slots on what was computed before."""
+    if is_on_cuda:
+        raise ConfigError(
+            "--deterministic is not possible on a CUDA device, whose sums depend on what else is computed; "
+            "take --device cpu, or leave it out"
+        )
+    if has_slots:
+        raise ConfigError(
+            "--deterministic is not possible with slots of experts, which change with what was computed "
+            "before; take --expert-cache 0, or leave it out"
+        )
 
 
 def slots_in_ram(device: str, expert_cache: str, root: Path = Path("/")) -> int:

@@ -14,6 +14,7 @@ from shared.errors import ConfigError, ModelFileError, ResourceError, Unsupporte
 from shared.expert_blobs import BlobLayout
 from shared.gguf.model import GGUFModel
 from shared.model_config import read_model_config
+from shared.placement.device import check_deterministic
 from shared.preflight import check_port, check_stack
 from shared.run_directory import Role
 from shared.settings import settings_of
@@ -195,3 +196,12 @@ def test_experts_that_may_not_be_locked(path: Path, monkeypatch: pytest.MonkeyPa
         check(path, experts="resident")
     check(path)
     check(path, experts="mapped")
+
+
+def test_determinism_that_cannot_be_kept(path: Path) -> None:
+    """Neither on a card nor with slots that change; said at the start."""
+    check(path, deterministic=True, device="cpu")
+    with pytest.raises(ConfigError, match=r"^--deterministic .* slots of experts.*take --expert-cache 0"):
+        check(path, deterministic=True, device="cpu", expert_cache="4")
+    with pytest.raises(ConfigError, match=r"^--deterministic .* a CUDA device.*take --device cpu"):
+        check_deterministic(is_on_cuda=True, has_slots=False)
