@@ -369,6 +369,8 @@ class Engine:
 
     def _follow(self, works: list[Work], result: StepResult, ways: Ways) -> None:
         """Has drafts made for the next step, and keeps what this one has left of prompts."""
+        if not self._drafter.drafts_any and not any(work.sequence.wanted for work in works):
+            return
         running = set(map(id, self._running(works)))
         followed = []
         for work, start, _ in places(works):

@@ -123,13 +123,7 @@ def _batch(model: Qwen4Exp, works: Items[Work], torch_device: torch.device) -> B
         token_ids += work.drafts
         positions += range(work.start, work.start + work.num_tokens)
         spans.append(Span(start, len(token_ids), sequence.state, work.snapshots))
-    return Batch(_on(torch_device, token_ids), _on(torch_device, positions), spans)
-
-
-def _on(torch_device: torch.device, numbers: list[int]) -> Tensor:
-    # A fifth of the time that torch.tensor takes.
-    tensor = torch.from_numpy(np.array(numbers, np.int64))
-    return tensor if torch_device.type == "cpu" else tensor.to(torch_device)
+    return Batch.of(token_ids, positions, spans, torch_device)
 
 
 def _append_logits(model: Qwen4Exp, streams: Tensor, path: str) -> None:

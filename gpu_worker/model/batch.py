@@ -7,6 +7,8 @@ back in a sequence (delta net, attention, n-gram convolution) runs span by span 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from gpu_worker.state.checkpoint import Checkpoint
@@ -57,9 +59,22 @@ class Batch:
         """Tokens of all spans."""
         return self.token_ids.shape[0]
 
+    @classmethod
+    def of(
+        cls, token_ids: list[int], positions: list[int], spans: Sequence[Span], torch_device: torch.device
+    ) -> "Batch":
+        """Of lists."""
+        return cls(_on(torch_device, token_ids), _on(torch_device, positions), spans)
+
     def for_prediction(self) -> "Batch":
         """The same tokens for the prediction block."""
         spans = [
             Span(span.start, span.stop, span.state, span.snapshots, is_prediction=True) for span in self.spans
         ]
         return Batch(self.token_ids, self.positions, spans)
+
+
+def _on(torch_device: torch.device, numbers: list[int]) -> Tensor:
+    # A fifth of the time that torch.tensor takes.
+    tensor = torch.from_numpy(np.array(numbers, np.int64))
+    return tensor if torch_device.type == "cpu" else tensor.to(torch_device)

@@ -67,6 +67,11 @@ class Drafter:
         self._num_begun = 0
         self.payoff = Payoff()
 
+    @property
+    def drafts_any(self) -> bool:
+        """Whether there is anything that could draft."""
+        return self._most > 0 and (self._uses_suffixes or self._model.has_prediction)
+
     def begin(self, sequence: Sequence, checkpoint: Checkpoint | None) -> None:
         """A sequence begins, from its begin or from a checkpoint."""
         drafts = sequence.drafts
@@ -135,7 +140,7 @@ class Drafter:
         seen = [(step.sequence, _predicted(step.sequence)) for step in steps]
         group = [place for place, step in enumerate(steps) if wanted.get(id(step.sequence))]
         sequences = [steps[place].sequence for place in group]
-        streams = streams[group]
+        streams = _chosen(streams, group)
         num_drafts = 0
         while sequences:
             num_drafts += 1
@@ -143,7 +148,7 @@ class Drafter:
             sequences = [sequences[place] for place in going_on]
             if sequences:
                 token_ids = [[sequence.drafts.token_ids[-1]] for sequence in sequences]
-                streams = self._run(sequences, token_ids, streams[going_on], ways)
+                streams = self._run(sequences, token_ids, _chosen(streams, going_on), ways)
         for sequence, predicted in seen:
             if num_wanted := wanted.get(id(sequence), 0):
                 num_drafted = len(sequence.drafts.token_ids)
@@ -199,7 +204,7 @@ class Drafter:
         sequences = [step.sequence for step in steps]
         outputs = self._run(sequences, token_ids, joined, ways, snapshots)
         last_rows = np.cumsum([len(own_ids) for own_ids in token_ids]) - 1
-        return outputs[last_rows.tolist()]
+        return _chosen(outputs, last_rows.tolist())
 
     def _run(
         self,
@@ -224,15 +229,20 @@ class Drafter:
         stops = [span.stop for span in spans]
         counts = ways.experts.counts
         counts.begin(stops)
-        batch = Batch(
-            torch.tensor(all_ids, device=self._device), torch.tensor(positions, device=self._device), spans
-        )
+        batch = Batch.of(all_ids, positions, spans, self._device)
         outputs = self._model.predict(batch, streams, ways.experts)
         for sequence, span in zip(sequences, spans, strict=True):
             sequence.clock.add_experts(counts, span.start, span.stop, self._model.config.num_experts_used)
             if counts.failure(span.start, span.stop) is not None:
                 sequence.drafts.give_up()
         return outputs
+
+
+def _chosen(streams: Tensor, rows: list[int]) -> Tensor:
+    """These rows; a copy only where it is not all of them, or one."""
+    if len(rows) == len(streams):
+        return streams
+    return streams[rows[0] : rows[0] + 1] if len(rows) == 1 else streams[rows]
 
 
 def _predicted(sequence: Sequence) -> int:

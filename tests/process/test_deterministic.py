@@ -53,8 +53,8 @@ def turns(stack: Stack, questions: list[dict[str, str]], **changes: Any) -> list
 
 
 def test_whatever_runs_beside_and_whatever_is_kept(plain: Stack, busy: Stack) -> None:
-    """Eight conversations at a time in windows of drafts, with chunks of prompts among them, twice. Each is as
-    if it were alone on a server that keeps nothing and drafts nothing."""
+    """Eight conversations at a time in windows of drafts, with chunks of prompts among them, twice. Each is
+    as if it were alone on a server that keeps nothing and drafts nothing."""
     talks = conversations()
     expected = [turns(plain, talk) for talk in talks]
     for _ in range(2):

