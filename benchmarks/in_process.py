@@ -148,8 +148,11 @@ class InProcessModel:
             token_ids += new_ids
             positions += range(start, start + num_tokens)
             if self.config.ngram is not None:
-                own_windows = windows_of(np.array(sequence.token_ids, np.int32), self.config.ngram.ngram_size)
-                windows.append(own_windows[start:])
+                size = self.config.ngram.ngram_size
+                # Not all of a long context again.
+                seen = max(0, start + 1 - size)
+                own_windows = windows_of(np.array(sequence.token_ids[seen:], np.int32), size)
+                windows.append(own_windows[start - seen :])
         if self.features is not None:
             self.features.windows = np.concatenate(windows)
         device = self.device.torch_device

@@ -119,6 +119,13 @@ def encode_row(x: Pointer, row_format: int, dim: int, row: int) -> None:
 
 
 @jitable
+def _decode_f16(row: int, dim: int, out: Pointer) -> None:
+    halves = halves_at(row)
+    for i in range(dim):
+        put_decoded(out, i, half_value(get_code(halves, i)))
+
+
+@jitable
 def _decode_8(codes: Pointer, first: int, count: int, scale: np.float32, out: Pointer) -> None:
     for i in range(first, first + count):
         put_decoded(out, i, np.float32(get_code(codes, i)) * scale)
@@ -170,9 +177,7 @@ def decode_rows(rows: Pointer, num_rows: int, row_format: int, dim: int, out: in
         row, address = rows[number], out + number * dim * 4
         decoded = floats_at(address)
         if row_format == _F16:
-            halves = halves_at(row)
-            for i in range(dim):
-                put_decoded(decoded, i, half_value(get_code(halves, i)))
+            _decode_f16(row, dim, decoded)
         elif row_format == _INT8:
             _decode_int8(row, dim, decoded)
         else:
