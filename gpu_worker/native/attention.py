@@ -24,7 +24,7 @@ from gpu_worker.native.attention_span import (
     span_at,
 )
 from gpu_worker.native.indexer import NORMED_HEADS, Indexer, normalise, normalise_heads_task
-from gpu_worker.native.kv_rows import decode_rows, encode_row
+from gpu_worker.native.kv_rows import DECODED, decode_rows, encode_row
 from gpu_worker.native.regions import region
 from gpu_worker.native.rotation import RotationTable, rotate
 from gpu_worker.native.script import Script
@@ -86,7 +86,7 @@ _gated_at = reader(GATED)
 
 get_first, put_first = region(0)
 get_second, put_second = region(1)
-get_value, _ = region(2)
+get_value, _ = region(DECODED)
 
 
 def _append_heads(params: int, start: int, stop: int, scratch: int) -> None:

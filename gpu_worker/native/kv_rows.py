@@ -14,8 +14,11 @@ from shared.native.arithmetic import Pointer
 from shared.native.memory import bytes_at, floats_at, halves_at, signed_bytes_at
 from shared.quants.jit import jitable
 
-put_decoded = region(0)[1]
-get_code = region(1)[0]
+DECODED = 2
+"""The region that decoded rows are written in, and are to be read in: loads of another one could be moved
+before the stores, once the compiler has put both into one function."""
+put_decoded = region(DECODED)[1]
+get_code = region(3)[0]
 
 _F32, _F16, _INT8 = F32.number, F16.number, INT8.number
 _SCALED_8, _SCALED_4 = INT8.scaled, INT4.scaled
