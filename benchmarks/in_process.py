@@ -25,6 +25,7 @@ from gpu_worker.state.sequence_state import SequenceState
 from shared.config import GpuWorkerConfig
 from shared.draft_model import open_model
 from shared.gguf.model import GGUFModel
+from shared.kv_format import EXACT, kv_format
 from shared.model_config import NgramConfig, Qwen4ExpConfig, read_model_config
 from shared.native.team import Team
 from shared.tensor_catalog import check_tensors
@@ -94,7 +95,7 @@ class InProcessModel:
     ) -> None:
         """On the CpuDevice, or on a TorchDevice where `torch_device` is given. `team` computes everything
         then, instead of one of `num_threads` and, for the experts, another of one. Of `settings` only how
-        positions are scaled is taken."""
+        positions are scaled, and how keys and values are kept, is taken."""
         self.file = model = open_model(path, draft_path)
         self.config = read_model_config(model, settings)
         check_tensors(model, self.config)
@@ -106,7 +107,11 @@ class InProcessModel:
             self.device = TorchDevice(model, torch_device)
         has_own_head = "output.weight" in model
         self.model = Qwen4Exp(
-            self.device, self.config, has_own_head=has_own_head, report=lambda activity, progress: None
+            self.device,
+            self.config,
+            has_own_head=has_own_head,
+            report=lambda activity, progress: None,
+            kv_format=kv_format(settings.kv_type) if settings is not None else EXACT,
         )
         self.experts: RoutedExperts = LocalExperts(model, self.config, team or Team(1))
         ngram = self.config.ngram
@@ -143,8 +148,11 @@ class InProcessModel:
             token_ids += new_ids
             positions += range(start, start + num_tokens)
             if self.config.ngram is not None:
-                own_windows = windows_of(np.array(sequence.token_ids, np.int32), self.config.ngram.ngram_size)
-                windows.append(own_windows[start:])
+                size = self.config.ngram.ngram_size
+                # Not all of a long context again.
+                seen = max(0, start + 1 - size)
+                own_windows = windows_of(np.array(sequence.token_ids[seen:], np.int32), size)
+                windows.append(own_windows[start - seen :])
         if self.features is not None:
             self.features.windows = np.concatenate(windows)
         device = self.device.torch_device

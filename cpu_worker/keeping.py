@@ -8,6 +8,7 @@ from cpu_worker.stager_link import StagerListener
 from shared.arena import free_shared_memory, sweep_segments
 from shared.config import DEFAULT_PREFILL_CAP, CpuWorkerConfig, expert_cache_slots, prefill_setting
 from shared.expert_blobs import BlobLayout
+from shared.kv_format import kv_format
 from shared.memory_budget import (
     conversation_cache_bytes,
     held_by_stack,
@@ -52,6 +53,7 @@ def keep_experts(context: ProcessContext[CpuWorkerConfig], model_config: Qwen4Ex
             model_config,
             held,
             row_bytes,
+            kv_format=kv_format(config.kv_type),
             is_on_cuda=runs_on_cuda(config.device),
             slot_bytes=placed_bytes(sizes, slots_in_ram(config.device, config.expert_cache)),
             lent_bytes=_lent_bytes(config, model_config, sizes),

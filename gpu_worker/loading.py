@@ -17,6 +17,7 @@ from shared import quants
 from shared.config import GpuWorkerConfig, prefill_setting
 from shared.errors import ConfigError
 from shared.expert_blobs import expert_tensors
+from shared.kv_format import kv_format
 from shared.locked_memory import lock_refusal, may_lock, not_permitted
 from shared.memory_budget import held_by_stack, read_memory
 from shared.model_config import Qwen4ExpConfig
@@ -102,6 +103,7 @@ def load(
             config,
             has_own_head="output.weight" in file,
             report=lambda activity, progress: context.report(activity, 0.5 + 0.5 * progress),
+            kv_format=kv_format(settings.kv_type),
         )
         store = ProfileStore(settings.expert_profile, file, config)
         placement = open_placement(settings, file, config, device, store, context.report)

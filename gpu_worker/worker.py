@@ -187,7 +187,9 @@ class GpuWorker:
         if config.conversation_cache_dir is None:
             return None
         # All that changes what is kept, beside the tokens.
-        identity = repr((model_identity(self._context.model, self._config), self._config, loaded.kernels))
+        identity = repr(
+            (model_identity(self._context.model, self._config), self._config, loaded.kernels, config.kv_type)
+        )
         return ConversationFiles(config.conversation_cache_dir, identity, config.conversation_disk_mib << 20)
 
     def _workers(self, loaded: Loaded, layout: BlobLayout, max_tokens: int) -> AttachedWorkers:

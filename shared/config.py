@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shared.demo_model import DEMO_MODEL_PATH
 from shared.errors import ConfigError
+from shared.kv_format import KV_TYPES
 from shared.settings import setting
 
 _MODEL = "model and files"
@@ -144,6 +145,13 @@ class CommonConfig:
         unit="MiB",
         minimum=0,
         maximum=1 << 24,
+    )
+    kv_type: str = setting(
+        "auto",
+        "how keys and values are kept: f32 as they are computed, f16, int8 with a scale for each 64, k8v4 "
+        "with values in 4 bits; all but f32 change outputs; auto is f32",
+        group=_MEMORY,
+        choices=KV_TYPES,
     )
     # Who keeps experts has to know too whether the prediction block is used.
     spec: int = setting(

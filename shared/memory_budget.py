@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shared.gguf.model import GGUFModel
+from shared.kv_format import EXACT, KvFormat
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.sizes import context_bytes, dense_file_bytes, prediction_expert_bytes, state_bytes
 
@@ -157,6 +158,7 @@ def needs_of(
     held: "Held",
     row_bytes: int,
     *,
+    kv_format: KvFormat = EXACT,
     is_on_cuda: bool = False,
     slot_bytes: int = 0,
     lent_bytes: int = 0,
@@ -165,9 +167,10 @@ def needs_of(
 ) -> Needs:
     """What a stack with this model will take, less what it has of that already; `row_bytes` for rows of the
     n-gram table, `slot_bytes` for slots of experts that are in RAM, `lent_bytes` for those that are lent,
-    `conversation_bytes` for those that are kept, `parallel` for the requests that run at a time. A model that
-    runs on a CUDA device has its dense weights, keys and values there."""
-    context = context_bytes(config, min(COUNTED_CONTEXT_TOKENS, config.context_length))
+    `conversation_bytes` for conversations that are kept, `parallel` for the requests that run at a time;
+    `kv_format` is how keys and values are kept. A model that runs on a CUDA device has its dense weights,
+    keys and values there."""
+    context = context_bytes(config, min(COUNTED_CONTEXT_TOKENS, config.context_length), kv_format)
     return Needs(
         dense=0 if is_on_cuda else dense_file_bytes(model, config),
         context=0 if is_on_cuda else context,

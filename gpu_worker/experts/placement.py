@@ -17,6 +17,7 @@ from gpu_worker.state.pages import storage_bytes
 from shared.config import GpuWorkerConfig, expert_cache_slots
 from shared.errors import ResourceError
 from shared.gguf.model import GGUFModel
+from shared.kv_format import kv_format
 from shared.memory_budget import read_memory
 from shared.model_config import Qwen4ExpConfig
 from shared.placement import profile
@@ -217,7 +218,9 @@ def open_placement(
             cpu_share=settings.prefill_cpu_share,
             skip_rank=settings.route_tail_skip,
             borrows=settings.prefill_borrow,
-            set_aside_bytes=storage_bytes(config, _first_context(settings, config)),
+            set_aside_bytes=storage_bytes(
+                config, _first_context(settings, config), kv_format(settings.kv_type)
+            ),
         )
         policy = policy_named(
             settings.expert_policy,
@@ -276,6 +279,7 @@ def _room(
         max_context=_first_context(settings, config),
         parallel=settings.parallel,
         kv_grow=settings.kv_grow,
+        kv_format=kv_format(settings.kv_type),
         reserve=settings.vram_reserve_mib << 20,
     )
     # Products of dense weights and experts are not computed at the same time.

@@ -50,8 +50,7 @@ class Attention:
             store = span.state.attention[self._layer].store
             first = span.position
             places = span.state.rows(first + span.num_tokens)[first:]
-            store.keys[places] = key[rows]
-            store.values[places] = value[rows]
+            store.put(places, key[rows], value[rows])
             if self._indexer is not None and index_keys is not None:
                 self._indexer.append_keys(index_keys[rows], span)
             outputs.append(self._attend(query[rows], x[rows], rotation.rows(rows), span, store))
@@ -70,7 +69,7 @@ class Attention:
         if indexer is not None and index_queries is not None:
             # Only those, so that the cost does not grow with the context.
             rows = rows[indexer.seen_positions(index_queries, span)]
-        return one_query_attention(query, store.keys[rows], store.values[rows])
+        return one_query_attention(query, store.keys_of(rows), store.values_of(rows))
 
     def _many(self, query: Tensor, index_queries: Tensor | None, span: Span, store: LayerStore) -> Tensor:
         """The queries of a span, each over its own positions by a mask: all up to its own, or where there are
@@ -78,7 +77,7 @@ class Attention:
         outputs = []
         first = span.position
         rows = span.state.rows(first + span.num_tokens)
-        keys, values = store.keys[rows], store.values[rows]
+        keys, values = store.keys_of(rows), store.values_of(rows)
         step = max(1, _MAX_SCORES // (self._config.num_query_heads * len(rows)))
         for start in range(0, len(query), step):
             stop = min(start + step, len(query))

@@ -7,6 +7,7 @@ from gpu_worker.model.batch import Batch
 from gpu_worker.model.interface import NgramFeatures, ProgressReport, RoutedExperts
 from gpu_worker.state.pages import PagePool
 from gpu_worker.state.sequence_state import SequenceState
+from shared.kv_format import EXACT, KvFormat
 from shared.model_config import Qwen4ExpConfig
 
 
@@ -14,13 +15,20 @@ class Qwen4Exp:
     """The model. What computes its layers is the device's choice."""
 
     def __init__(
-        self, device: Device, config: Qwen4ExpConfig, *, has_own_head: bool, report: ProgressReport
+        self,
+        device: Device,
+        config: Qwen4ExpConfig,
+        *,
+        has_own_head: bool,
+        report: ProgressReport,
+        kv_format: KvFormat = EXACT,
     ) -> None:
-        """`has_own_head`: whether the file has an output matrix; the embedding serves as one otherwise."""
+        """`has_own_head`: whether the file has an output matrix; the embedding serves as one otherwise.
+        `kv_format`: how keys and values are kept."""
         self.config = config
         self._device = device
         head_name = "output.weight" if has_own_head else "token_embd.weight"
-        self.pages = PagePool(config, device.torch_device)
+        self.pages = PagePool(config, device.torch_device, kv_format)
         self._trunk = device.trunk(config, head_name, report)
 
     def new_state(self) -> SequenceState:

@@ -5,7 +5,8 @@ and its weighted values; then the parts of a head are put together (Dao et al., 
 there are few tokens, threads take parts; where there are many, all parts of a head, with the same result.
 Within a part, positions are taken in blocks, with the softmax corrected from block to block (Milakov and
 Gimelshein, "Online normalizer calculation for softmax", 2018). Query heads that share a kv head are taken
-together, so that each key is read once.
+together, so that each key is read once. Where keys and values are kept as less than float32
+(`shared.kv_format`), a block of them is decoded when it is taken, so that memory gives that much less.
 
 A prompt is attended to in the same way, token by token: it costs what each token sees, and keys that several
 tokens see stay in the caches meanwhile.
@@ -23,6 +24,7 @@ from gpu_worker.native.attention_span import (
     span_at,
 )
 from gpu_worker.native.indexer import NORMED_HEADS, Indexer, normalise, normalise_heads_task
+from gpu_worker.native.kv_rows import DECODED, decode_rows, encode_row
 from gpu_worker.native.regions import region
 from gpu_worker.native.rotation import RotationTable, rotate
 from gpu_worker.native.script import Script
@@ -30,6 +32,7 @@ from gpu_worker.native.spans import NUM_PARTS, SnapshotRecords, SpanRecords, Ste
 from gpu_worker.native.streams import Written
 from gpu_worker.native.weights import Weights
 from gpu_worker.native.workspace import Workspace, multiply
+from shared.kv_format import KvFormat
 from shared.model_config import Qwen4ExpConfig
 from shared.native.arithmetic import Pointer, dot, exp, sigmoid
 from shared.native.memory import floats_at, integers_at
@@ -43,6 +46,8 @@ _MIN_PART = 64
 _BLOCK = 32
 """Positions whose scores are computed before their values are added."""
 
+_FORMATS = ("key_format", "key_bytes", "value_format", "value_bytes")
+"""Of rows: the number of their format, and what one takes."""
 APPENDED = fields(
     "spans",  # ATTENTION_SPAN [num_spans]
     "token_spans",  # i64 [tokens]
@@ -52,6 +57,7 @@ APPENDED = fields(
     "rotation",  # a ROTATION
     "num_heads",
     "dim",
+    *_FORMATS,
     epsilon=np.float32,
 )
 ATTENTION = fields(
@@ -70,6 +76,7 @@ ATTENTION = fields(
     "dim",
     "num_parts",  # of the context of each token
     "parts_per_item",  # all of them, which are then joined at once, or one
+    *_FORMATS,
 )
 GATED = fields("values", "queries", "dim")
 
@@ -79,25 +86,26 @@ _gated_at = reader(GATED)
 
 get_first, put_first = region(0)
 get_second, put_second = region(1)
-get_value, _ = region(2)
+get_value, _ = region(DECODED)
 
 
 def _append_heads(params: int, start: int, stop: int, scratch: int) -> None:
     step = _appended_at(params)
     num_heads, dim = step.num_heads, step.dim
+    key_format, key_bytes = step.key_format, step.key_bytes
+    value_format, value_bytes = step.value_format, step.value_bytes
     norm = floats_at(step.norm)
     for item in range(start, stop):
         token = item // num_heads
         span = span_at(step.spans + integers_at(step.token_spans)[token] * SPAN_BYTES)
         position = span.position + token - span.start
-        row = row_of(span.pages, span.page_tokens, position)
-        place = (row * num_heads + item % num_heads) * dim * 4
-        key, value = floats_at(span.keys + place), floats_at(span.values + place)
-        new_value = floats_at(step.values + item * dim * 4)
-        for i in range(dim):
-            value[i] = new_value[i]
-        normalise(floats_at(step.keys + item * dim * 4), norm, key, dim, step.epsilon)
+        row = row_of(span.pages, span.page_tokens, position) * num_heads + item % num_heads
+        new_value, new_key = floats_at(step.values + item * dim * 4), floats_at(step.keys + item * dim * 4)
+        encode_row(new_value, value_format, dim, span.values + row * value_bytes)
+        key = floats_at(scratch)
+        normalise(new_key, norm, key, dim, step.epsilon)
         rotate(key, position, step.rotation)
+        encode_row(key, key_format, dim, span.keys + row * key_bytes)
 
 
 @jitable
@@ -258,6 +266,9 @@ def _attend_parts(params: int, start: int, stop: int, scratch: int) -> None:
     own_maxima = unused + dim * 4
     own_sums = own_maxima + group * num_parts * 4
     own_totals = own_sums + group * num_parts * 4
+    decoded = own_totals + group * num_parts * dim * 4
+    key_format, key_bytes = step.key_format, step.key_bytes
+    value_format, value_bytes = step.value_format, step.value_bytes
     for item in range(start, stop):
         token = item // (items_per_head * num_kv_heads)
         kv_head, first_part = item // items_per_head % num_kv_heads, item % items_per_head * parts_per_item
@@ -283,8 +294,9 @@ def _attend_parts(params: int, start: int, stop: int, scratch: int) -> None:
                 num_rows = min(_BLOCK, last - block)
                 for row in range(num_rows):
                     seen = _seen_position(block + row, position, num_seen, ratio, num_kept, chosen)
-                    offset = (row_of(pages, page_tokens, seen) * num_kv_heads + kv_head) * dim * 4
-                    keys[row], values[row] = all_keys + offset, all_values + offset
+                    number = row_of(pages, page_tokens, seen) * num_kv_heads + kv_head
+                    keys[row], values[row] = all_keys + number * key_bytes, all_values + number * value_bytes
+                decode_rows(keys, num_rows, key_format, dim, decoded)
                 _score(queries, group, keys, num_rows, dim, scale, floats_at(weights_at))
                 for head in range(group):
                     place = head * num_parts * 4
@@ -296,6 +308,7 @@ def _attend_parts(params: int, start: int, stop: int, scratch: int) -> None:
                         floats_at(sums + place),
                         floats_at(totals + place * dim),
                     )
+                decode_rows(values, num_rows, value_format, dim, decoded)
                 for head in range(0, group, 2):
                     # The last of an odd number has a partner that nobody looks at.
                     total = totals + head * num_parts * dim * 4
@@ -406,6 +419,9 @@ class Attention:
         self._records = SpanRecords(ATTENTION_SPAN, workspace.capacity)
         self._snapshots = SnapshotRecords(INDEXER_SNAPSHOT)
         self._attending: list[Record] = []
+        # Whose fields `_FORMATS` are set once a state says what they are.
+        self._of_rows: list[Record] = []
+        self._format: KvFormat | None = None
         if self.indexer is not None:
             self.indexer.build(workspace, spans, self._records.records)
 
@@ -442,6 +458,7 @@ class Attention:
             dim=config.head_dim,
             epsilon=config.rms_epsilon,
         )
+        self._of_rows.append(appended)
         head_ns = 1.0 * config.head_dim
         script.add(normalise_heads_task(), queries, per_token=config.num_query_heads, ns=head_ns, keep=self)
         script.add(append_heads_task(), appended, per_token=config.num_kv_heads, ns=head_ns, keep=self)
@@ -474,6 +491,7 @@ class Attention:
             params["chosen"] = address_of(indexer.chosen)
             params["num_kept"], params["ratio"] = indexer.choice.num_kept, indexer.choice.ratio
         self._attending.append(params)
+        self._of_rows.append(params)
         script.add(
             attend_parts_task(),
             params,
@@ -493,6 +511,13 @@ class Attention:
         script.barrier()
         return Written(self._output)
 
+    def _take_format(self, kv_format: KvFormat) -> None:
+        """How rows are kept, which is the same for all sequences of a model."""
+        self._format, dim = kv_format, self._config.head_dim
+        for params in self._of_rows:
+            for rows, name in ((kv_format.keys, "key"), (kv_format.values, "value")):
+                params[f"{name}_format"], params[f"{name}_bytes"] = rows.number, rows.row_bytes(dim)
+
     def choose(self) -> None:
         """The choice of blocks, in a step where `begin` says that there is one."""
         assert self.indexer is not None
@@ -508,6 +533,8 @@ class Attention:
             attention = state.attention[self._layer]
             store, ring = attention.store, attention.raw_keys
             last_position = max(last_position, position + span.num_tokens - 1)
+            if store.format is not self._format:
+                self._take_format(store.format)
             self._records.put(
                 number,
                 (

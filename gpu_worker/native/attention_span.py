@@ -10,7 +10,7 @@ ATTENTION_SPAN = fields(
     "position",  # of the first token
     "pages",  # i64 [pages]: their numbers, in the order of positions
     "page_tokens",
-    "keys",  # f32 [rows, kv heads, head_dim]
+    "keys",  # rows of a format (`shared.kv_format`) [rows, kv heads]
     "values",
     "block_keys",  # f32 [rows / ratio, indexer dim]
     "raw_keys",  # f32 [ring_rows, indexer dim]

@@ -19,7 +19,7 @@ from shared.native.memory import native
 
 _NUM_REGIONS = 8
 
-Get = Callable[[Pointer, int], np.float32]
+Get = Callable[[Pointer, int], Any]
 Put = Callable[[Pointer, int, np.float32], None]
 
 
@@ -33,8 +33,8 @@ def _mark(builder: Any, instruction: Any, region: int) -> None:
 
 
 def region(number: int) -> tuple[Get, Put]:
-    """`get(pointer, i)` and `put(pointer, i, value)` of float32 in the region of that number; to be kept in
-    globals of a module."""
+    """`get(pointer, i)` of any elements and `put(pointer, i, value)` of float32 in the region of that number;
+    to be kept in globals of a module."""
 
     def get(typing_context: Any, pointer: Any, at: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -42,7 +42,7 @@ def region(number: int) -> tuple[Get, Put]:
             _mark(builder, loaded, number)
             return loaded
 
-        return types.float32(pointer, types.int64), generate
+        return pointer.dtype(pointer, types.int64), generate
 
     def put(typing_context: Any, pointer: Any, at: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

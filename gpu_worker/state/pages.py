@@ -16,6 +16,8 @@ import math
 import torch
 from torch import Tensor
 
+from gpu_worker.state.kv_rows import decoded, empty_rows, encoded
+from shared.kv_format import EXACT, KvFormat
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.memory_plan import KV_GROW_STEP
 from shared.placement.sizes import context_bytes, state_bytes
@@ -40,18 +42,32 @@ class Page:
 
 
 class LayerStore:
-    """The rows of one attention layer: `keys` and `values` [rows, kv heads, head dim] after norm and
-    rotation; `block_keys` [rows / ratio, indexer dim], the finished keys of complete blocks, where the layer
-    has an indexer. Float32."""
+    """The rows of one attention layer: `keys` and `values`, after norm and rotation, in the rows of a format
+    (`kv_rows.empty_rows`); `block_keys` float32 [rows / ratio, indexer dim], the finished keys of complete
+    blocks, where the layer has an indexer."""
 
-    def __init__(self, config: Qwen4ExpConfig, ratio: int, torch_device: torch.device) -> None:
-        def no_rows(*shape: int) -> Tensor:
-            return torch.empty((0, *shape), device=torch_device)
-
+    def __init__(
+        self, config: Qwen4ExpConfig, ratio: int, torch_device: torch.device, kv_format: KvFormat
+    ) -> None:
+        heads, self._dim = config.num_kv_heads, config.head_dim
         self.ratio = ratio
-        self.keys = no_rows(config.num_kv_heads, config.head_dim)
-        self.values = no_rows(config.num_kv_heads, config.head_dim)
-        self.block_keys = no_rows(config.indexer.head_dim)
+        self.format = kv_format
+        self.keys = empty_rows(0, heads, self._dim, kv_format.keys, torch_device)
+        self.values = empty_rows(0, heads, self._dim, kv_format.values, torch_device)
+        self.block_keys = torch.empty(0, config.indexer.head_dim, device=torch_device)
+
+    def put(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keeps keys and values [n, kv heads, head dim] in these rows, int64 [n]."""
+        self.keys[rows] = encoded(keys, self.format.keys)
+        self.values[rows] = encoded(values, self.format.values)
+
+    def keys_of(self, rows: Tensor) -> Tensor:
+        """The keys of rows int64 [n]: float32 [n, kv heads, head dim]."""
+        return decoded(self.keys[rows], self.format.keys, self._dim)
+
+    def values_of(self, rows: Tensor) -> Tensor:
+        """Likewise the values."""
+        return decoded(self.values[rows], self.format.values, self._dim)
 
     def resize(self, num_rows: int) -> None:
         """Gives it so many rows; those of lower numbers keep what they hold."""
@@ -81,15 +97,17 @@ class LayerStore:
 class PagePool:
     """The pages of all sequences of a model."""
 
-    def __init__(self, config: Qwen4ExpConfig, torch_device: torch.device) -> None:
+    def __init__(
+        self, config: Qwen4ExpConfig, torch_device: torch.device, kv_format: KvFormat = EXACT
+    ) -> None:
         self.page_tokens = page_tokens(config)
         self.torch_device = torch_device
         self.stores = {
-            layer: LayerStore(config, config.compress_ratios[layer], torch_device)
+            layer: LayerStore(config, config.compress_ratios[layer], torch_device, kv_format)
             for layer, is_recurrent in enumerate(config.is_recurrent)
             if not is_recurrent
         }
-        self.page_bytes = context_bytes(config, self.page_tokens)
+        self.page_bytes = context_bytes(config, self.page_tokens, kv_format)
         """Memory of one page, of all layers."""
         self.state_bytes = state_bytes(config)
         """What a sequence keeps beside its pages."""
@@ -159,11 +177,11 @@ def page_tokens(config: Qwen4ExpConfig) -> int:
     return -(-PAGE_TOKENS // multiple) * multiple
 
 
-def storage_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
+def storage_bytes(config: Qwen4ExpConfig, num_tokens: int, kv_format: KvFormat) -> int:
     """What the stores have grown to when sequences have so many positions in all."""
     of_page = page_tokens(config)
     pages = -(-num_tokens // of_page)
-    return -(-capacity_of(pages * of_page) // of_page) * context_bytes(config, of_page)
+    return -(-capacity_of(pages * of_page) // of_page) * context_bytes(config, of_page, kv_format)
 
 
 def capacity_of(num_tokens: int) -> int:

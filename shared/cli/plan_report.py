@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shared.config import GpuWorkerConfig, expert_cache_slots
+from shared.kv_format import EXACT, kv_format
 from shared.memory_budget import COUNTED_CONTEXT_TOKENS
 from shared.placement.chunk_choice import Candidate, Obstacle
 from shared.placement.device import runs_on_cuda
@@ -80,9 +81,9 @@ def _device(plan: StackPlan, gpu_worker: GpuWorkerConfig) -> Iterator[str]:
         kept = f"{slots}, kept in RAM" if placement.num_slots else "no slots for experts"
         yield f"device   none ({reason}): {kept}{beyond}"
         return
-    context = f"{plan.max_context} tokens, shared by all requests"
+    context = f"{plan.max_context} tokens{_kept(gpu_worker)}, shared by all requests"
     if gpu_worker.kv_grow and plan.max_context > KV_GROW_FIRST:
-        context = f"{KV_GROW_FIRST} of {plan.max_context} tokens, grows"
+        context = f"{KV_GROW_FIRST} of {plan.max_context} tokens{_kept(gpu_worker)}, grows"
     yield f"device   {size_text(plan.device_bytes)} free"
     yield _line("dense weights", needs.dense, "decoded to float16 there")
     yield _line("keys and values", needs.context, context)
@@ -104,7 +105,8 @@ def _ram(plan: StackPlan, gpu_worker: GpuWorkerConfig, *, is_ram_given: bool) ->
         yield _line("dense weights", needs.dense)
     if needs.context:
         counted = min(COUNTED_CONTEXT_TOKENS, plan.facts.config.context_length)
-        yield _line("keys and values", needs.context, f"{counted} tokens; {_most_context(plan, gpu_worker)}")
+        tokens = f"{counted} tokens{_kept(gpu_worker)}"
+        yield _line("keys and values", needs.context, f"{tokens}; {_most_context(plan, gpu_worker)}")
     if needs.states:
         yield _line("states", needs.states, f"{gpu_worker.parallel} requests")
     if needs.conversations:
@@ -121,9 +123,15 @@ def _ram(plan: StackPlan, gpu_worker: GpuWorkerConfig, *, is_ram_given: bool) ->
     yield _line("for experts", plan.for_experts, f"{size_text(complement)} wanted: {what}")
 
 
+def _kept(gpu_worker: GpuWorkerConfig) -> str:
+    """How keys and values are kept, where that is not as they were computed."""
+    return "" if kv_format(gpu_worker.kv_type) is EXACT else f" as {gpu_worker.kv_type}"
+
+
 def _most_context(plan: StackPlan, gpu_worker: GpuWorkerConfig) -> str:
     """What keys and values in RAM come to where every request is as long as it may be."""
-    most = size_text(gpu_worker.parallel * context_bytes(plan.facts.config, plan.max_context))
+    of_one = context_bytes(plan.facts.config, plan.max_context, kv_format(gpu_worker.kv_type))
+    most = size_text(gpu_worker.parallel * of_one)
     if gpu_worker.parallel == 1:
         return f"at most {most}, for {plan.max_context} tokens"
     return f"at most {most}, for {gpu_worker.parallel} requests of {plan.max_context}"

@@ -68,6 +68,8 @@ carray = cast("Callable[[Any, tuple[int, ...]], Any]", cast("Any", numba).carray
 """`carray(floats_at(address), (rows, width))`: an array on the memory, C-contiguous, not checked."""
 
 bytes_at = _pointer_to(types.uint8)
+signed_bytes_at = _pointer_to(types.int8)
+halves_at = _pointer_to(types.uint16)
 floats_at = _pointer_to(types.float32)
 integers_at = _pointer_to(types.int64)
 ids_at = _pointer_to(types.int32)

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from shared.kv_format import KvFormat
 from shared.memory_budget import Memory, Needs
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.sizes import ExpertSizes, context_bytes, state_bytes
@@ -95,6 +96,7 @@ def device_needs(
     max_context: int,
     parallel: int,
     kv_grow: bool,
+    kv_format: KvFormat,
     reserve: int,
 ) -> DeviceNeeds:
     """Of a stack with these settings; `dense`, `widest_matrix` and `reserve` in bytes."""
@@ -102,7 +104,7 @@ def device_needs(
     windows = round(_WINDOW_BYTES * config.stream_width / _WORK_STREAM_WIDTH)
     return DeviceNeeds(
         dense=dense,
-        context=context_bytes(config, tokens),
+        context=context_bytes(config, tokens, kv_format),
         states=parallel * state_bytes(config),
         buffers=min(widest_matrix, _WIDENED_BYTES) + windows,
         reserve=reserve,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shared.config import GpuWorkerConfig
+from shared.kv_format import KV_FORMATS, kv_format
 from shared.placement.memory_plan import KV_GROW_FIRST
 
 _SMALLEST_CONTEXT, _SMALLEST_CHUNK = 1024, 256
@@ -38,6 +39,8 @@ def smaller_settings(settings: GpuWorkerConfig, max_context: int) -> Iterator[Ch
     if not settings.kv_grow and max_context > KV_GROW_FIRST:
         price = "fewer slots while a context is long"
         yield Change("--kv-grow", price, replace(settings, kv_grow=True))
+    if _keeps_more_than_int8(settings):
+        yield Change("--kv-type int8", "outputs change a little", replace(settings, kv_type="int8"))
     if settings.parallel > 1:
         yield Change("--parallel 1", "one request at a time", replace(settings, parallel=1))
     if settings.vram_reserve_mib > 1:
@@ -53,11 +56,17 @@ def smallest_settings(settings: GpuWorkerConfig, max_context: int) -> GpuWorkerC
         settings,
         max_context=half if half >= _SMALLEST_CONTEXT else max_context,
         kv_grow=settings.kv_grow or max_context > KV_GROW_FIRST,
+        kv_type="int8" if _keeps_more_than_int8(settings) else settings.kv_type,
         parallel=1,
         vram_reserve_mib=settings.vram_reserve_mib // 2
         if settings.vram_reserve_mib > 1
         else settings.vram_reserve_mib,
     )
+
+
+def _keeps_more_than_int8(settings: GpuWorkerConfig) -> bool:
+    """Of each value of the keys."""
+    return kv_format(settings.kv_type).keys.bits > KV_FORMATS["int8"].keys.bits
 
 
 def smaller_chunk(chunk: int) -> int:

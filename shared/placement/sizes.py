@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shared.gguf.model import GGUFModel
+from shared.kv_format import KvFormat
 from shared.model_config import Qwen4ExpConfig
 from shared.tensor_catalog import ExpectedTensor, TensorClass, block_of, expected_tensors
 from shared.window import WINDOW_TOKENS
@@ -78,16 +79,16 @@ def prediction_expert_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
     )
 
 
-def context_bytes(config: Qwen4ExpConfig, num_tokens: int) -> int:
-    """Keys and values of so many positions, and the indexer's key of each complete block, all float32."""
-    of_position = 2 * config.num_kv_heads * config.head_dim
-    num_floats = 0
+def context_bytes(config: Qwen4ExpConfig, num_tokens: int, kv_format: KvFormat) -> int:
+    """Keys and values of so many positions, and the indexer's key of each complete block, float32."""
+    of_position = kv_format.position_bytes(config.num_kv_heads, config.head_dim)
+    num_bytes = 0
     for layer, is_recurrent in enumerate(config.is_recurrent):
         if not is_recurrent:
             ratio = config.compress_ratios[layer]
             num_blocks = num_tokens // ratio if ratio else 0
-            num_floats += num_tokens * of_position + num_blocks * config.indexer.head_dim
-    return FLOAT_BYTES * num_floats
+            num_bytes += num_tokens * of_position + FLOAT_BYTES * num_blocks * config.indexer.head_dim
+    return num_bytes
 
 
 def state_bytes(config: Qwen4ExpConfig) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from shared.config import CpuWorkerConfig, GpuWorkerConfig, expert_cache_slots, prefill_setting
 from shared.gguf.model import GGUFModel
+from shared.kv_format import kv_format
 from shared.memory_budget import Held, Memory, Needs, conversation_cache_bytes, needs_of, row_cache_bytes
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from shared.placement.chunk_choice import (
@@ -199,6 +200,7 @@ class Planner:
             max_context=min(self._max_context, settings.max_context or self._max_context),
             parallel=settings.parallel,
             kv_grow=settings.kv_grow,
+            kv_format=kv_format(settings.kv_type),
             reserve=settings.vram_reserve_mib * _MIB,
         )
 
@@ -230,6 +232,7 @@ class Planner:
             self._facts.config,
             Held(private=0, locked=0),
             rows,
+            kv_format=kv_format(self._gpu.kv_type),
             is_on_cuda=self._device_bytes is not None,
             slot_bytes=in_ram,
             parallel=self._gpu.parallel,

@@ -273,6 +273,23 @@ def test_logits_of_scaled_positions(stack: Stack, tmp_path: Path) -> None:
     assert difference <= 0.1 * np.median(np.abs(logits - unscaled)), difference
 
 
+def test_logits_of_rounded_keys_and_values(stack: Stack, tmp_path: Path) -> None:
+    """The flag reaches the process that keeps them."""
+    token_ids = np.random.default_rng(0).integers(0, 4000, 200)
+    np.save(tmp_path / "ids.npy", token_ids)
+    paths = ("--ids", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "out.npz"))
+    ended = run("logits", *paths, "--kv-type", "k8v4")
+    assert ended.returncode == 0, ended.stderr
+    with np.load(tmp_path / "out.npz") as written:
+        logits = written["logits"]
+    model = InProcessModel(DEMO_MODEL_PATH, settings=GpuWorkerConfig(kv_type="k8v4"))
+    difference = np.median(np.abs(logits - model.logits(token_ids.tolist())))
+    model.device.close()
+    answer = stack.post("/v1/logits", {"prompt_token_ids": token_ids.tolist()})
+    exact = np.frombuffer(answer.body, "<f4").reshape(logits.shape)
+    assert difference <= 0.1 * np.median(np.abs(logits - exact)), difference
+
+
 def test_logits_that_are_interrupted_leave_nothing(files: Stack, tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.array([1, 2, 3]))
     paths = ("--ids", str(tmp_path / "ids.npy"), "--out", str(tmp_path / "out.npz"))

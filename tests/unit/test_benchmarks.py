@@ -9,7 +9,16 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from benchmarks import cold_start, expert_cache, kernels, low_memory, slices, step_profile, versus_llama_cpp
+from benchmarks import (
+    cold_start,
+    expert_cache,
+    kernels,
+    kv_formats,
+    low_memory,
+    slices,
+    step_profile,
+    versus_llama_cpp,
+)
 from benchmarks.blocks import decode, random_blocks
 from benchmarks.contenders import LlamaInProcess
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
@@ -231,6 +240,34 @@ def test_every_step_of_a_token_is_named_once(tmp_path: Path) -> None:
     assert per_layer * TINY_SLICE.num_hidden_layers + found["head_us"] == pytest.approx(total)
 
 
+@pytest.mark.parametrize("model", [(), ("--profile", "q4_k")], ids=["demo", "slice"])
+def test_formats_of_keys_and_values(
+    model: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All types read the same tokens, f16 is what others are held against, and fewer bits are fewer bytes."""
+    monkeypatch.setattr(kv_formats, "model_path", lambda parsed: parsed.model or path)
+    path = tmp_path / "slice.gguf"
+    write_slice(path, TINY_SLICE, "q4_k", 0, lambda *_: None)
+    sizes = ("--texts", "2", "--tokens", "70", "--contexts", "100", "--rounds", "1", "--threads", "1")
+    out = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["program", *model, *sizes, "--json", str(out)])
+    assert kv_formats.main() == 0
+    report = json.loads(out.read_text(encoding="utf-8"))
+    found = report["claims"]
+    assert report["details"]["num_tokens"] == 140
+    assert "kl_k8v4: " in capsys.readouterr().out
+    assert found["kl_f16"] == found["kl_f32_f32"] == 0
+    assert found["top1_f16"] == found["memory_ratio_f16"] == 1
+    assert 0 < found["kl_f32"] < found["kl_int8"] < found["kl_k8v4"] < 1e-2
+    assert found["kl_f32_f16"] == pytest.approx(found["kl_f32"], rel=0.5)
+    for larger, smaller in (("f32", "f16"), ("f16", "int8"), ("int8", "k8v4")):
+        assert found[f"memory_ratio_{larger}"] > found[f"memory_ratio_{smaller}"]
+    assert all(value > 0 for name, value in found.items() if "tokens_per_s" in name)
+
+
 def test_speed_is_against_the_faster_llama_cpp() -> None:
     """The slower one of two would be a straw man."""
     results = Results()
@@ -331,6 +368,8 @@ _REFUSED = (
     (low_memory, ["--read-iops", "0"], "--read-iops: '0' is no number above 0"),
     (expert_cache, ["--slots", "half"], "--slots: 'half' is neither a number of slots nor a percentage"),
     (expert_cache, ["--windows", "15"], "--windows: 15 is too few, 16 is the least"),
+    (kv_formats, ["--profile", "none"], "name a --profile"),
+    (kv_formats, ["--contexts", "8192,0"], "--contexts: '0' is no number above 0"),
     (kernels, ["--json", "/"], "--json: / is a directory"),
     (kernels, ["--cpu", "99"], "--cpu: '99' is none of this process's CPUs"),
     (kernels, ["--cpu=-1"], "--cpu: '-1' is none of this process's CPUs"),

@@ -91,6 +91,30 @@ def test_prediction_block(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prediction" not in capsys.readouterr().out
 
 
+def test_how_keys_and_values_are_kept(real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Less is counted for them, in RAM and on a device, where the plan names it as a way to free memory."""
+    machine = (real, "--ram", "64GiB", "--device", "cpu")
+    f32, auto, int8, k8v4 = (
+        as_json(capsys, *machine, "--kv-type", kv_type)["ram"]["context"]
+        for kv_type in ("f32", "auto", "int8", "k8v4")
+    )
+    assert auto == f32 == 8192 * 12 * (2 * 2 * 1024 + 128)
+    assert int8 == 8192 * 12 * (2 * 2 * 264 + 128)
+    assert k8v4 == 8192 * 12 * (2 * (264 + 144) + 128)
+    assert planned(*machine, "--kv-type", "int8") == 0
+    assert "8192 tokens as int8; at most 1.73 GiB, for 4 requests of 32768" in capsys.readouterr().out
+    machine = (real, "--ram", "64GiB", "--vram", "16GiB")
+    plain, small = (as_json(capsys, *machine, *more) for more in ((), ("--kv-type", "k8v4")))
+    assert plain["device"]["context"] == 4 * f32
+    assert small["device"]["context"] == 4 * k8v4
+    assert small["slots"]["count"] > plain["slots"]["count"]
+    (saving,) = [saving for saving in plain["frees"] if saving["setting"] == "--kv-type int8"]
+    assert saving["num_bytes"] == 4 * (f32 - int8)
+    assert not [saving for saving in small["frees"] if "kv-type" in saving["setting"]]
+    assert planned(*machine, "--kv-type", "k8v4", "--kv-grow") == 0
+    assert "16384 of 32768 tokens as k8v4, grows" in capsys.readouterr().out
+
+
 def test_too_little_ram_for_anything(capsys: pytest.CaptureFixture[str]) -> None:
     """What is needed before any expert counts, and what stays free; nothing is expected of it then."""
     plan = as_json(capsys, "--device", "cpu", "--ram", "512MiB")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.gguf.model import GGUFModel
+from shared.kv_format import KV_FORMATS
 from shared.memory_budget import Held, Memory, held_by_stack, needs_of, read_memory
 from shared.model_config import read_model_config
 from tests.support.tiny_model import tiny_model
@@ -104,6 +105,11 @@ def test_what_else_is_needed(tmp_path: Path) -> None:
         # A head of keys and one of values of 32 each for the 512 tokens there can be, one of the indexer for
         # every four.
         assert needs.context == 4 * (512 * 2 * 32 + 512 // 4 * 32)
+        as_int8 = needs_of(
+            model, config, Held(private=0, locked=0), row_bytes=5000, kv_format=KV_FORMATS["int8"]
+        )
+        assert as_int8.context == 512 * 2 * (32 + 2) + 4 * 512 // 4 * 32
+        assert needs.total - as_int8.total == needs.context - as_int8.context
         held = needs_of(model, config, Held(private=100 * MIB, locked=1000), row_bytes=0)
         assert held.dense == needs.dense
         assert needs.processes - held.processes == 100 * MIB

@@ -11,6 +11,7 @@ from gpu_worker.model.qwen4exp import Qwen4Exp
 from gpu_worker.state.pages import PagePool
 from gpu_worker.state.sequence_state import SequenceState
 from shared.gguf.model import GGUFModel
+from shared.kv_format import KV_FORMATS, KvFormat
 from shared.memory_budget import Memory, Needs
 from shared.model_config import read_model_config
 from shared.placement.memory_plan import (
@@ -141,11 +142,12 @@ def test_experts_of_the_prediction_block(tmp_path: Path) -> None:
         )
 
 
-def test_states_are_as_large_as_sequences_make_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_states_are_as_large_as_sequences_make_them(tmp_path: Path, kv_format: KvFormat) -> None:
     """What the plan counts is what a sequence holds after so many tokens, on any device."""
     with GGUFModel(tiny_model(has_prediction=True).write(tmp_path / "tiny.gguf")) as model:
         config = read_model_config(model)
-    pool = PagePool(config, torch.device("cpu"))
+    pool = PagePool(config, torch.device("cpu"), kv_format)
     state = SequenceState(config, pool)
     fixed = sum(
         getattr(delta, field.name).nbytes for delta in state.delta.values() for field in fields(delta)
@@ -157,7 +159,7 @@ def test_states_are_as_large_as_sequences_make_them(tmp_path: Path) -> None:
     growing = sum(
         rows.nbytes for store in pool.stores.values() for rows in (store.keys, store.values, store.block_keys)
     )
-    assert context_bytes(config, 1024) == growing == pool.num_bytes
+    assert context_bytes(config, 1024, kv_format) == growing == pool.num_bytes
     assert state_bytes(config) == fixed
 
 
@@ -190,15 +192,18 @@ def test_dense_weights_are_as_large_as_the_device_makes_them(tmp_path: Path) -> 
 
 
 def test_real_states() -> None:
-    """50,688 bytes of each position; 113 MB of delta nets, 16.2 MB of their inputs, 14.2 MB of their tokens
-    that are pending."""
-    assert context_bytes(REAL_CONFIG, 32768) == 32768 * 12 * (2 * 2 * 256 * 4 + 128)
+    """50,688 bytes of each position, fewer where less is kept of them; 113 MB of delta nets, 16.2 MB of their
+    inputs, 14.2 MB of their tokens that are pending."""
+    for kv_type, of_head in (("f32", 2048), ("f16", 1024), ("int8", 2 * 264), ("k8v4", 264 + 144)):
+        num_bytes = context_bytes(REAL_CONFIG, 32768, KV_FORMATS[kv_type])
+        assert num_bytes == 32768 * 12 * (2 * of_head + 128)
     assert 144e6 < state_bytes(REAL_CONFIG) < 145e6
 
 
 def test_what_the_device_needs_beside_experts() -> None:
     """The context once, however many requests run; a part of it where it may grow; states of all of them."""
     dense, widest, reserve = 5 * GIB, 3 * GIB, 700 * MIB
+    int8 = KV_FORMATS["int8"]
 
     def needs(max_context: int, parallel: int, *, kv_grow: bool) -> tuple[int, int, int]:
         found = device_needs(
@@ -208,15 +213,16 @@ def test_what_the_device_needs_beside_experts() -> None:
             max_context=max_context,
             parallel=parallel,
             kv_grow=kv_grow,
+            kv_format=int8,
             reserve=reserve,
         )
         assert found.total == dense + reserve + found.context + found.states + found.buffers
         return found.context, found.states, found.buffers
 
     state, buffers = state_bytes(REAL_CONFIG), (256 + 96) * MIB
-    assert needs(32768, 1, kv_grow=False) == (context_bytes(REAL_CONFIG, 32768), state, buffers)
-    assert needs(32768, 4, kv_grow=True) == (context_bytes(REAL_CONFIG, 16384), 4 * state, buffers)
-    assert needs(8192, 4, kv_grow=True) == (context_bytes(REAL_CONFIG, 8192), 4 * state, buffers)
+    assert needs(32768, 1, kv_grow=False) == (context_bytes(REAL_CONFIG, 32768, int8), state, buffers)
+    assert needs(32768, 4, kv_grow=True) == (context_bytes(REAL_CONFIG, 16384, int8), 4 * state, buffers)
+    assert needs(8192, 4, kv_grow=True) == (context_bytes(REAL_CONFIG, 8192, int8), 4 * state, buffers)
 
 
 def test_ram_for_experts() -> None:

@@ -8,6 +8,7 @@ import torch
 from gpu_worker.state.pages import PAGE_TOKENS, STEP_TOKENS, PagePool, capacity_of, storage_bytes
 from gpu_worker.state.sequence_state import SequenceState
 from shared.gguf.model import GGUFModel
+from shared.kv_format import KV_FORMATS, KvFormat
 from shared.model_config import Qwen4ExpConfig, read_model_config
 from tests.support.tiny_model import tiny_model
 
@@ -50,11 +51,12 @@ def test_what_stores_hold_stays_when_they_grow(config: Qwen4ExpConfig) -> None:
     del many
 
 
-def test_stores_grow_in_steps_and_shrink(config: Qwen4ExpConfig) -> None:
+@pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_stores_grow_in_steps_and_shrink(config: Qwen4ExpConfig, kv_format: KvFormat) -> None:
     """Twice as large while they are small, then by a step; what is planned with is what they take. What only
     free pages take is given back, as far as nobody has a page behind it."""
     assert [capacity_of(length) for length in (0, 1, 257, 8192, 8193)] == [0, 256, 512, 8192, 16384]
-    pool = PagePool(config, CPU)
+    pool = PagePool(config, CPU, kv_format)
     assert pool.num_bytes == 0
     held = []
     for length in (1, 300, 9000, 20000):
@@ -64,11 +66,11 @@ def test_stores_grow_in_steps_and_shrink(config: Qwen4ExpConfig) -> None:
         assert pool.num_bytes == expected
         held.append(state)
         if len(held) == 1:
-            assert pool.num_bytes == storage_bytes(config, length)
+            assert pool.num_bytes == storage_bytes(config, length, kv_format)
         held = held[-1:]
         pool.trim()
         # Low pages may still be free.
-        assert pool.num_bytes <= storage_bytes(config, 2 * max(length, STEP_TOKENS))
+        assert pool.num_bytes <= storage_bytes(config, 2 * max(length, STEP_TOKENS), kv_format)
     held.clear()
     del state
     pool.trim()
@@ -90,14 +92,15 @@ def test_a_page_in_use_is_never_given_back(config: Qwen4ExpConfig) -> None:
     assert last.number not in {page.number for page in taken}
 
 
-def test_copied_pages(config: Qwen4ExpConfig) -> None:
+@pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_copied_pages(config: Qwen4ExpConfig, kv_format: KvFormat) -> None:
     """As many tokens as are wanted, with the keys of their blocks."""
-    pool = PagePool(config, CPU)
+    pool = PagePool(config, CPU, kv_format)
     source, target = pool.take(2)
     first, to = source.number * pool.page_tokens, target.number * pool.page_tokens
     for store in pool.stores.values():
         for rows in (store.keys, store.values, store.block_keys):
-            rows.copy_(torch.randn(rows.shape))
+            rows.copy_(100 * torch.rand(rows.shape))
     pool.copy(source, target, 10)
     for store in pool.stores.values():
         assert torch.equal(store.keys[to : to + 10], store.keys[first : first + 10])
