@@ -150,7 +150,9 @@ def main() -> int:
         metavar="NAME,NAME",
         help=f"measure these alone: {', '.join(SECTIONS)}; may be given several times",
     )
-    parser.add_argument("--quick", action="store_true", help="under two minutes, wider error")
+    parser.add_argument(
+        "--quick", action="store_true", help="under two minutes with the demo model alone, wider error"
+    )
     add_model_arguments(parser)
     add_match_arguments(
         parser,

@@ -26,6 +26,8 @@ _NUM_STREAMS = 2
 _STREAM_PROMPT = 32
 _MOST_TOKENS = 8192
 """Of a stream, which is broken off before."""
+_LEAST_GAP_S = 0.0002
+"""No step is as short: of pieces that lie closer the client took the first one late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +120,18 @@ def _interfere(server: Server, prompts: Prompts, plan: InterferencePlan) -> Inte
     read_at = asked_at + beside.first_token_s
     # Until then one of them waits for the prompt of another.
     all_run_at = max(answer.asked_at + answer.first_token_s for answer in answers)
-    calm = [gap for answer in answers for gap in _gaps(answer, all_run_at, asked_at)]
-    during = [gap for answer in answers for gap in _gaps(answer, asked_at, read_at)]
+    calm = [gap for answer in answers for gap in gaps_within(answer, all_run_at, asked_at)]
+    during = [gap for answer in answers for gap in gaps_within(answer, asked_at, read_at)]
     if not calm or not during:
         raise BenchmarkError(f"{server.name}: no answer ran before the prompt, or none beside it")
     return Interference(tuple(calm), tuple(during), alone.first_token_s, beside.first_token_s)
 
 
-def _gaps(answer: Generation, start: float, stop: float) -> list[float]:
+def gaps_within(answer: Generation, start: float, stop: float) -> list[float]:
     """Those that end after `start` and begin before `stop`, by `time.perf_counter`, whole."""
     moments = [answer.asked_at + second for second in answer.arrived_s]
-    return [after - before for before, after in pairwise(moments) if after > start and before < stop]
+    gaps = [after - before for before, after in pairwise(moments) if after > start and before < stop]
+    return [gap for gap in gaps if gap >= _LEAST_GAP_S]
 
 
 def _row(name: str, measured: Measured[Interference]) -> list[str]:

@@ -9,7 +9,16 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from benchmarks import cold_start, expert_cache, kernels, low_memory, slices, step_profile, versus_llama_cpp
+from benchmarks import (
+    cold_start,
+    expert_cache,
+    generation,
+    kernels,
+    low_memory,
+    slices,
+    step_profile,
+    versus_llama_cpp,
+)
 from benchmarks.blocks import decode, random_blocks
 from benchmarks.contenders import LlamaInProcess
 from benchmarks.ggml import Ggml, GgmlProducts, LlamaUnavailableError, aligned_bytes
@@ -331,6 +340,8 @@ _REFUSED = (
     (low_memory, ["--read-iops", "0"], "--read-iops: '0' is no number above 0"),
     (expert_cache, ["--slots", "half"], "--slots: 'half' is neither a number of slots nor a percentage"),
     (expert_cache, ["--windows", "15"], "--windows: 15 is too few, 16 is the least"),
+    (generation, ["--only", "speculation,none"], "--only: 'none' is none of speculation, reuse, parallel"),
+    (generation, ["--layers", "1"], "--layers: 1 is too few"),
     (kernels, ["--json", "/"], "--json: / is a directory"),
     (kernels, ["--cpu", "99"], "--cpu: '99' is none of this process's CPUs"),
     (kernels, ["--cpu=-1"], "--cpu: '-1' is none of this process's CPUs"),
