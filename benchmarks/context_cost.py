@@ -63,9 +63,10 @@ def measure_context(bench: Bench, path: Path, flags: Sequence[str], plan: Contex
     measured: dict[int, list[Measured[Cost]]] = {context: [] for context in plan.contexts}
     with running(strata):
         ask(prompts.draw(plan.contexts[0] // 2))
+        # A longer one begins with the shorter one, and comes again in each round: the stack remembers what it
+        # has read, and reads what is new.
+        whole = prompts.draw(plan.contexts[-1] - room)
         for _ in range(plan.rounds):
-            # A longer one begins with the shorter one, which the stack remembers: it reads what is new.
-            whole = prompts.draw(plan.contexts[-1] - room)
             for context, runs in measured.items():
                 token_ids = whole[: context - room]
                 runs.append(bench.measure((strata,), lambda token_ids=token_ids: ask(token_ids)))  # type: ignore[misc]

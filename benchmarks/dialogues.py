@@ -33,6 +33,7 @@ class Dialogues:
         self._seed = seed
         self._num_begun = 0
         self._questions: Iterator[Prompt] = iter(())
+        self._ids_by_text: dict[str, int] = {}
 
     def begin(self, num_tokens: int) -> list[int]:
         """The first turn of one, of exactly so many tokens: questions to the demo model with their right
@@ -54,8 +55,30 @@ class Dialogues:
     def go_on(self, prompt: list[int], answer: str, num_tokens: int) -> list[int]:
         """The next turn after an answer, with about so many tokens to ask: one question to the demo model."""
         if not self._is_taught:
-            return prompt + self._tokenizer.encode(answer) + self._words.draw(num_tokens)
+            return prompt + self._word_by_word(answer) + self._words.draw(num_tokens)
         return prompt + self._answered(answer) + self._tokenizer.encode(next(self._questions).text())
+
+    def _word_by_word(self, answer: str) -> list[int]:
+        """The tokens of an answer of a slice, always the longest that fits: each is a word that no merges
+        lead to, so that encoding gives others. Raises ValueError for an answer that is not of its words."""
+        if not self._ids_by_text:
+            token_bytes = self._tokenizer.token_bytes
+            texts = (
+                token_bytes(token_id).decode(errors="replace")
+                for token_id in range(self._tokenizer.num_tokens)
+            )
+            self._ids_by_text = {text: token_id for token_id, text in enumerate(texts) if text}
+        longest = max(map(len, self._ids_by_text))
+        found: list[int] = []
+        at = 0
+        while at < len(answer):
+            sizes = range(min(longest, len(answer) - at), 0, -1)
+            size = next((size for size in sizes if answer[at : at + size] in self._ids_by_text), None)
+            if size is None:
+                raise ValueError(f"{answer[at]!r} is no token of the model")
+            found.append(self._ids_by_text[answer[at : at + size]])
+            at += size
+        return found
 
     def _answered(self, answer: str) -> list[int]:
         return self._tokenizer.encode(f"{answer}{IM_END}\n")
