@@ -12,15 +12,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.llama_process import KEEP
 from benchmarks.processes import children_on, cpu_seconds, end, family, own_memory_bytes
 from benchmarks.streaming import AnswerError, Generation, all_logits, complete, get_json
 
@@ -154,14 +157,41 @@ def _begin(groups: Sequence[str]) -> None:
 _libc = ctypes.CDLL(None)
 
 
-class Strata(_Process):
+class Server(_Process):
+    """One that is asked over HTTP."""
+
+    url = ""
+    fields: Mapping[str, Any] = MappingProxyType({})
+    """Of every request."""
+
+    def start(self) -> None:
+        """Returns once it serves. Raises AnswerError."""
+        raise NotImplementedError
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_new: int,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        may_end: bool = False,
+        stop: threading.Event | None = None,
+    ) -> Generation:
+        """See `complete`. Raises AnswerError."""
+        all_fields = {**self.fields, **(fields or {})}
+        try:
+            return complete(self.url, prompt_token_ids, num_new, all_fields, may_end=may_end, stop=stop)
+        except AnswerError as error:
+            raise self.failed(f"fails: {error}") from error
+
+
+class Strata(Server):
     """The whole stack, as `strata serve` starts it."""
 
     def __init__(self, model: Path, cpus: set[int], context: int, flags: Sequence[str]) -> None:
         command = [*strata_command("serve"), str(model), "--port", "0", "--max-context", str(context)]
         command += ["--logits-endpoint", *flags]
         super().__init__("strata", command, cpus, signal.SIGTERM)
-        self._url = ""
 
     def start(self) -> None:
         self.launch()
@@ -170,43 +200,29 @@ class Strata(_Process):
         found = re.search(r"served at (\S+)", greeting)
         if found is None:
             raise self.failed(f"greets with {greeting!r}")
-        self._url = found[1]
-
-    def generate(
-        self, prompt_token_ids: Sequence[int], num_new: int, fields: Mapping[str, Any] | None = None
-    ) -> Generation:
-        try:
-            return complete(self._url, prompt_token_ids, num_new, fields)
-        except AnswerError as error:
-            raise self.failed(f"fails: {error}") from error
+        self.url = found[1]
 
     def process_id(self, role: str) -> int:
         """That of one of its processes, such as `stager`. Raises AnswerError."""
-        return int(get_json(self._url, "/health")["processes"][role]["pid"])
+        return int(get_json(self.url, "/health")["processes"][role]["pid"])
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Of every position [tokens, vocabulary]. Raises AnswerError."""
-        return all_logits(self._url, token_ids)
+        return all_logits(self.url, token_ids)
 
 
-class LlamaServer(_Process):
+class LlamaServer(Server):
     """llama.cpp's server."""
 
-    def __init__(self, model: Path, cpus: set[int], context: int) -> None:
-        command = _own_module("benchmarks.llama_server", model, cpus, context)
+    def __init__(self, model: Path, cpus: set[int], context: int, flags: Sequence[str] = ()) -> None:
+        """`flags` are of `benchmarks.llama_server`; `context` is that of all its slots together."""
+        command = [*_own_module("benchmarks.llama_server", model, cpus, context), *flags]
         super().__init__("llama.cpp server", command, cpus, signal.SIGTERM)
-        self._url = ""
+        self.fields = {"cache_prompt": KEEP in flags}
 
     def start(self) -> None:
         self.launch()
-        self._url = json.loads(self.line())["url"]
-
-    def generate(self, prompt_token_ids: Sequence[int], num_new: int) -> Generation:
-        fields = {"cache_prompt": False}
-        try:
-            return complete(self._url, prompt_token_ids, num_new, fields)
-        except AnswerError as error:
-            raise self.failed(f"fails: {error}") from error
+        self.url = json.loads(self.line())["url"]
 
 
 class LlamaInProcess(_Process):

@@ -6,6 +6,7 @@ The same request for every server: `POST /v1/completions` with the prompt as tok
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class Generation:
     token_ids: tuple[int, ...] = ()
     timings: dict[str, Any] | None = None
     """What the server says of it."""
+    asked_at: float = 0.0
+    """When the request was sent, by `time.perf_counter`."""
 
     @property
     def first_token_s(self) -> float:
@@ -54,15 +57,23 @@ class Generation:
 
 
 def complete(
-    url: str, prompt_token_ids: Sequence[int], num_new: int, fields: Mapping[str, Any] | None = None
+    url: str,
+    prompt_token_ids: Sequence[int],
+    num_new: int,
+    fields: Mapping[str, Any] | None = None,
+    *,
+    may_end: bool = False,
+    stop: threading.Event | None = None,
 ) -> Generation:
-    """Asks for exactly `num_new` tokens; `fields` are added to the request. Raises AnswerError."""
+    """Asks for exactly `num_new` tokens, or, where the answer `may_end` by itself, for as many at most;
+    `fields` are added to the request. Once `stop` is set, the request is broken off with the next piece; its
+    tokens are then the pieces that came. Raises AnswerError."""
     body = {
         "prompt": list(prompt_token_ids),
         "max_tokens": num_new,
         "temperature": 0,
         # Also has one token come any number of times, which would otherwise end an answer.
-        "ignore_eos": True,
+        "ignore_eos": not may_end,
         "stream": True,
         "stream_options": {"include_usage": True},
         **(fields or {}),
@@ -73,6 +84,7 @@ def complete(
     pieces: list[str] = []
     usage: dict[str, Any] = {}
     timings: dict[str, Any] | None = None
+    began = time.perf_counter()
     try:
         connection.connect()
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,6 +105,10 @@ def complete(
                 if choice["text"]:
                     arrived.append(now)
                     pieces.append(choice["text"])
+            if stop is not None and stop.is_set():
+                return Generation(
+                    num_prompt_tokens, len(pieces), tuple(arrived), "".join(pieces), asked_at=began
+                )
             usage = event.get("usage") or usage
             timings = event.get("timings") or timings
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
@@ -100,12 +116,17 @@ def complete(
     finally:
         connection.close()
     counted = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
-    if counted != (num_prompt_tokens, num_new) or not arrived:
+    is_as_asked = counted == (num_prompt_tokens, num_new)
+    if may_end:
+        is_as_asked = counted[0] == num_prompt_tokens and 0 < (counted[1] or 0) <= num_new
+    if not is_as_asked or not arrived:
         raise AnswerError(
             f"{url}: {num_prompt_tokens} and {num_new} tokens were asked for, {counted} counted, "
             f"{len(arrived)} came as text"
         )
-    return Generation(num_prompt_tokens, num_new, tuple(arrived), "".join(pieces), timings=timings)
+    return Generation(
+        num_prompt_tokens, counted[1] or 0, tuple(arrived), "".join(pieces), timings=timings, asked_at=began
+    )
 
 
 def all_logits(url: str, token_ids: Sequence[int]) -> NDArray[np.float32]:

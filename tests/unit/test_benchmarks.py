@@ -12,6 +12,7 @@ import pytest
 from benchmarks import (
     cold_start,
     expert_cache,
+    generation,
     kernels,
     kv_formats,
     low_memory,
@@ -370,6 +371,8 @@ _REFUSED = (
     (expert_cache, ["--windows", "15"], "--windows: 15 is too few, 16 is the least"),
     (kv_formats, ["--profile", "none"], "name a --profile"),
     (kv_formats, ["--contexts", "8192,0"], "--contexts: '0' is no number above 0"),
+    (generation, ["--only", "speculation,none"], "--only: 'none' is none of speculation, reuse, parallel"),
+    (generation, ["--layers", "1"], "--layers: 1 is too few"),
     (kernels, ["--json", "/"], "--json: / is a directory"),
     (kernels, ["--cpu", "99"], "--cpu: '99' is none of this process's CPUs"),
     (kernels, ["--cpu=-1"], "--cpu: '-1' is none of this process's CPUs"),
