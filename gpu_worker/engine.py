@@ -346,12 +346,11 @@ class Engine:
             work.sequence.clock.add_experts(ways.experts.counts, start, stop, routes_per_token)
         if num_prefilled:
             self._scheduler.chunk.note(num_prefilled, ngram_wait_s)
-        else:
-            self._drafter.payoff.note_step(sum(work.num_tokens for work in works), time.monotonic() - started)
         for sequence, failure in result.failures:
             _log.error("%s failed: %s", sequence.request_id, failure)
             self._end_with_failure(sequence, failure)
         self._choose(result, ngram_wait_s)
+        following = time.monotonic()
         try:
             self._follow(works, result, ways)
         except torch.AcceleratorError:
@@ -359,8 +358,13 @@ class Engine:
         except Exception as error:
             self._fail(self._running(works), self._failure_of(error, len(works)))
             return
-        self._scheduler.share.note(time.monotonic() - started, num_prefilled, has_answers=num_generating > 0)
+        followed = time.monotonic()
+        self._scheduler.share.note(followed - started, num_prefilled, has_answers=num_generating > 0)
         self._end_finished(works)
+        if not num_prefilled:
+            # All of it but drafting: what comes with a step however many tokens it has is saved by drafts.
+            seconds = time.monotonic() - started - (followed - following)
+            self._drafter.payoff.note_step(sum(work.num_tokens for work in works), seconds)
 
     def _running(self, works: list[Work]) -> list[Work]:
         """Those whose sequences have not failed."""

@@ -50,6 +50,8 @@ class _Exploring:
 class Payoff:
     """What was learned, of one engine. A *source* of drafts has a name."""
 
+    _done_once: set[int | str] = field(default_factory=set)
+    """Sizes of steps, and sources, whose first time has been."""
     _step_s: dict[int, float] = field(default_factory=dict)
     """By tokens of a step."""
     _draft_s: dict[str, float] = field(default_factory=dict)
@@ -63,12 +65,21 @@ class Payoff:
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, of sequences that generate, took so long."""
+        if self._is_first(num_tokens):
+            return
         self._step_s[num_tokens] = _mean(self._step_s.get(num_tokens), seconds)
 
     def note_drafts(self, source: str, num_drafts: int, seconds: float) -> None:
         """So many drafts one after the other, of whatever number of sequences at a time, took so long."""
-        if num_drafts:
+        if num_drafts and not self._is_first(source):
             self._draft_s[source] = _mean(self._draft_s.get(source), seconds / num_drafts)
+
+    def _is_first(self, what: int | str) -> bool:
+        """Whether that is done for the first time: it then makes what is needed, which takes longer."""
+        if what in self._done_once:
+            return False
+        self._done_once.add(what)
+        return True
 
     def note_reached(self, source: str, num_wanted: int, num_drafted: int) -> None:
         """Of so many drafts that were wanted for a sequence so many were made: the source may be unsure."""
