@@ -230,7 +230,13 @@ class Drafter:
         counts = ways.experts.counts
         counts.begin(stops)
         batch = Batch.of(all_ids, positions, spans, self._device)
-        outputs = self._model.predict(batch, streams, ways.experts)
+        try:
+            outputs = self._model.predict(batch, streams, ways.experts)
+        except Exception:
+            # What was read for it has been read all the same.
+            for sequence, span in zip(sequences, spans, strict=True):
+                sequence.clock.add_expert_reads(counts, span.start, span.stop)
+            raise
         for sequence, span in zip(sequences, spans, strict=True):
             sequence.clock.add_experts(counts, span.start, span.stop, self._model.config.num_experts_used)
             if counts.failure(span.start, span.stop) is not None:

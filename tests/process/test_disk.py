@@ -11,7 +11,9 @@ from tests.support.stack import NEVER, Stack, serving, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
+# Rows of tokens can be counted where none is drafted, and all are computed.
 DIRECT = ("--ple-io", "direct", "--ple-cache-mib", "16", "--temperature", "0", *NEVER)
+DIRECT += ("--spec", "0", "--conversation-cache-mib", "0")
 ROWS_PER_TOKEN = 8
 """Rows of a token in the demo model."""
 

@@ -69,7 +69,8 @@ def test_a_pool_gives_the_same_answers(stack: Stack, expected: str) -> None:
 
 
 def test_every_route_and_every_byte_is_accounted_for(stack: Stack) -> None:
-    """Routes by way are all routes, and bytes by file all that the kernel has read for the stager."""
+    """Routes by way are all routes, those of drafts and of the prediction block with them, and bytes by file
+    all that the kernel has read for the stager."""
     with GGUFModel(DEMO_MODEL_PATH) as model:
         config = read_model_config(model)
     rng = random.Random(0)
@@ -83,9 +84,9 @@ def test_every_route_and_every_byte_is_accounted_for(stack: Stack) -> None:
         # The last token is chosen, and not computed any more.
         num_computed = num_tokens + usage["completion_tokens"] - 1
         routes = timings["expert_routes"]
-        assert sum(way["n"] for way in routes.values()) == (
-            num_computed * config.num_layers * config.num_experts_used
-        )
+        num_routes = sum(way["n"] for way in routes.values())
+        assert num_routes % config.num_experts_used == 0
+        assert num_routes >= num_computed * config.num_layers * config.num_experts_used
         assert sum(way["share"] for way in routes.values()) == pytest.approx(1, abs=1e-5)
         assert routes["disk"]["n"] > 0
         assert timings["disk_bytes_n"] == stack.kernel_read_bytes("stager") - before
