@@ -93,6 +93,9 @@ class GpuWorker:
             "max_context": self.max_context,
             "parallel": self._context.config.parallel,
             "device": str(self._torch_device),
+            "kv_type": self._context.config.kv_type,
+            "spec": self._context.config.spec,
+            "prediction_block": int(self._config.num_prediction_layers),
         }
         if self._config.rope_scaling.type is not ScalingType.NONE:
             capabilities["rope_scaling"] = self._config.rope_scaling.description
