@@ -81,7 +81,7 @@ class Generation:
             answer = await answers.next()
             match answer:
                 case TokenChunk():
-                    self._note_time(answers.answered_at, answer.ngram_wait_s)
+                    self._note_time(answers.answered_at, len(answer.token_ids), answer.ngram_wait_s)
                     if piece := text.feed(answer):
                         yield piece
                     if text.stop_string is not None:
@@ -110,12 +110,13 @@ class Generation:
         p95_s = waits[int(0.95 * (len(waits) - 1))] if waits else 0.0
         self._outcome = Outcome(reason, stop_reason, self.num_output_tokens, finished, timings, staged, p95_s)
 
-    def _note_time(self, now: float, ngram_wait_s: float) -> None:
+    def _note_time(self, now: float, num_tokens: int, ngram_wait_s: float) -> None:
         if self.first_token_at is None:
             self.first_token_at = now
             # The last piece of a prompt is not reported by itself.
             self.prompt.note(self.prompt.num_tokens, now)
         else:
-            self.gaps_s.append(now - self._last_token_at)
+            # Tokens that come together have an equal share each.
+            self.gaps_s += num_tokens * [(now - self._last_token_at) / num_tokens]
             self.ngram_waits_s.append(ngram_wait_s)
         self._last_token_at = now
