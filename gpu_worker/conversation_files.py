@@ -6,6 +6,7 @@ changes what is computed, so that none is ever read by another. Writing and read
 their own; the engine's thread looks for what has come.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -31,7 +32,7 @@ TokenIds = NDArray[np.int32]
 Arrays = dict[str, NDArray[np.generic]]
 
 _MAGIC = b"strata conversation 1\n"
-_SUFFIX = ".conversation"
+_SUFFIX, _PARTIAL = ".conversation", ".partial"
 # Checkpoints that wait to be written, at most: they are in memory meanwhile. More are dropped.
 _MAX_WAITING = 4
 _MAX_HEADER = 64 << 20
@@ -107,6 +108,7 @@ class ConversationFiles:
             ) from None
         self._files: list[_File] = list(self._present())
         self._lock = threading.Lock()
+        self._make_room(0)
         # Being read, and in memory meanwhile.
         self._coming: set[Path] = set()
         self._in_memory: set[Path] = set()
@@ -138,15 +140,16 @@ class ConversationFiles:
             self._num_waiting += 1
         self._work.put(leaving)
 
-    def is_coming(self, prompt: TokenIds, salt: str, longer_than: int) -> bool:
-        """Whether the longest beginning of a prompt that is on the disk is being read, if it is longer than
-        so many tokens; begins that."""
+    def is_coming(self, prompt: TokenIds, salt: str, longer_than: int, max_bytes: int = 1 << 62) -> bool:
+        """Whether the longest beginning of a prompt that is on the disk, in no more than so many bytes, is
+        being read, if it is longer than so many tokens; begins that."""
         with self._lock:
             files = [
                 file
                 for file in self._files
                 if file.salt == salt
                 and file.path not in self._in_memory
+                and file.num_bytes <= max_bytes
                 and longer_than < len(file.token_ids) < len(prompt)
                 and np.array_equal(prompt[: len(file.token_ids)], file.token_ids)
             ]
@@ -211,7 +214,7 @@ class ConversationFiles:
         if num_bytes > self._max_bytes:
             return
         self._make_room(num_bytes)
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".{os.getpid()}{_PARTIAL}")
         try:
             with open(
                 os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb"
@@ -251,9 +254,15 @@ class ConversationFiles:
 
     def _present(self) -> Iterator[_File]:
         """The files that are there, the oldest first; what is none of ours is left alone."""
-        for partial in self._folder.glob("*.partial"):
-            partial.unlink(missing_ok=True)
-        for path in sorted(self._folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime):
+        found: list[tuple[float, Path]] = []
+        for path in self._folder.iterdir():
+            # What another process on this folder removes meanwhile is not there.
+            with contextlib.suppress(OSError):
+                if path.suffix == _PARTIAL and path.is_file() and not _is_being_written(path):
+                    path.unlink()
+                elif path.suffix == _SUFFIX and path.is_file():
+                    found.append((path.stat().st_mtime, path))
+        for _, path in sorted(found):
             try:
                 with path.open("rb") as file:
                     header = _read_header(file.read(len(_MAGIC) + 8), file.read)
@@ -262,6 +271,12 @@ class ConversationFiles:
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 _log.warning("%s is of no use, and is removed: %s", path, error)
                 path.unlink(missing_ok=True)
+
+
+def _is_being_written(partial: Path) -> bool:
+    """Whether the process lives whose number is in its name."""
+    pid = partial.stem.rpartition(".")[2]
+    return pid.isdigit() and int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def _read_header(begin: bytes, read: Callable[[int], bytes]) -> _Header:

@@ -159,7 +159,8 @@ class ConversationCache:
         if self._files is None:
             return False
         self._take_loaded(self._files)
-        return self._files.is_coming(prompt, salt, self.find(prompt, salt).num_tokens + MIN_TOKENS - 1)
+        longer_than = self.find(prompt, salt).num_tokens + MIN_TOKENS - 1
+        return self._files.is_coming(prompt, salt, longer_than, self._max_bytes)
 
     def close(self) -> None:
         """Forgets all, but for what files keep."""
@@ -183,6 +184,11 @@ class ConversationCache:
             self._add(saved.salt, saved.token_ids, checkpoint)
 
     def _add(self, salt: str, beginning: TokenIds, checkpoint: Checkpoint) -> None:
+        num_bytes = checkpoint.num_bytes + beginning.nbytes + len(checkpoint.pages) * self._pool.page_bytes
+        if num_bytes > self._max_bytes:
+            # It would drive out all others first, and then itself.
+            self._remember(salt, beginning)
+            return
         self._clock += 1
         self._kept.append(_Kept(salt, beginning, checkpoint, self._clock))
         self._pages.update(checkpoint.pages)
@@ -233,10 +239,14 @@ class ConversationCache:
             if not self._pages[page]:
                 del self._pages[page]
         self._copied_bytes -= kept.checkpoint.num_bytes + kept.token_ids.nbytes
-        digest = _hash(kept.salt)
-        digest.update(kept.token_ids.tobytes())
-        self._gone.append((len(kept.token_ids), digest.digest()))
+        self._remember(kept.salt, kept.token_ids)
         self.num_evicted += 1
+
+    def _remember(self, salt: str, token_ids: TokenIds) -> None:
+        """That so many tokens had no room."""
+        digest = _hash(salt)
+        digest.update(token_ids.tobytes())
+        self._gone.append((len(token_ids), digest.digest()))
 
     def _was_there(self, prompt: TokenIds, beyond: int, salt: str) -> int:
         """The longest beginning of a prompt that had to go, if it was longer than that; else 0."""

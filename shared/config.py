@@ -161,7 +161,7 @@ class CommonConfig:
         group=_SPECULATION,
         unit="TOKENS",
         minimum=0,
-        maximum=16,
+        maximum=7,
     )
     # Of all processes.
     heartbeat_interval_s: float = setting(

@@ -80,7 +80,7 @@ def generate_request(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         boundaries=list(prompt.boundaries),
-        cache_salt=body.cache_salt or "",
+        cache_salt=_salt_of(body),
         max_new_tokens=min([room, *limits]),
         eos_token_ids=[] if ignores_eos else sorted(config.eos_ids or tokenizer.eos_token_ids),
         stop_token_ids=stop_token_ids_of(body, tokenizer.num_tokens),
@@ -88,6 +88,15 @@ def generate_request(
         # Who measures speed wants as many tokens as were asked for, whatever they are.
         may_repeat=ignores_eos,
     )
+
+
+def _salt_of(body: GenerationFields) -> str:
+    salt = body.cache_salt or ""
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"cache_salt is no text: {error.reason}", param="cache_salt") from None
+    return salt
 
 
 def requests_of_answers(

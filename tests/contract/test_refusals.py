@@ -225,6 +225,8 @@ def test_lone_surrogates_are_read_as_replacement_characters(stack: Stack) -> Non
     assert_refused(named, 404, param="model", code="model_not_found")
     misplaced = stack.request("POST", CHAT, b'{"max_tokens": "\\ud800", "messages": [{"role": "user"}]}')
     assert_refused(misplaced, 400, words="surrogates not allowed")
+    salt = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "cache_salt": "\\ud800"}'
+    assert_refused(stack.request("POST", CHAT, salt), 400, param="cache_salt", words="cache_salt is no text")
 
 
 def test_unicode_of_all_kinds_is_read(stack: Stack) -> None:

@@ -72,6 +72,7 @@ def test_there_and_back(files: ConversationFiles, tmp_path: Path) -> None:
         assert not opened.is_coming(PROMPT, "other", 0)
         assert not opened.is_coming(PROMPT, "", 60)
         assert not opened.is_coming(PROMPT[:20], "", 0)
+        assert not opened.is_coming(PROMPT, "", 0, max_bytes=1000)
         assert opened.is_coming(PROMPT, "", 10)
         saved = loaded(opened)
         assert saved.token_ids.tolist() == PROMPT[:60].tolist()
@@ -128,9 +129,16 @@ def test_what_is_there_of_others_is_left_alone(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     (folder / "notes.txt").write_text("mine")
     (folder / "half.partial").write_bytes(b"x")
+    # One that another process writes.
+    (folder / f"half.{os.getppid()}.partial").write_bytes(b"x")
+    (folder / "folder.conversation").mkdir()
+    (folder / "folder.partial").mkdir()
+    (folder / "link.conversation").symlink_to(tmp_path / "nowhere")
     files = ConversationFiles(tmp_path, "model", MANY)
     assert len(files) == 1
     files.close()
+    assert (folder / f"half.{os.getppid()}.partial").exists()
+    assert (folder / "folder.conversation").is_dir()
     assert (folder / "notes.txt").read_text() == "mine"
     assert not (folder / "half.partial").exists()
 
@@ -152,6 +160,10 @@ def test_the_disk_is_bounded(tmp_path: Path) -> None:
     ]
     assert kept == [20, 40, 50]
     assert files.num_bytes <= 3 * 4400
+    files.close()
+    # Also of what is there already.
+    files = ConversationFiles(tmp_path, "model", 5000)
+    assert len(files) == len(list(tmp_path.glob("*/*.conversation"))) == 1
     files.close()
 
 

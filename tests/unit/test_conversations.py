@@ -118,6 +118,20 @@ def test_more_than_there_is_room_for(config: Qwen4ExpConfig) -> None:
     assert conversations.cache.find([1, 2]).why == "nothing is kept: --conversation-cache-mib is 0"
 
 
+def test_one_that_is_too_large_drives_out_nobody(config: Qwen4ExpConfig) -> None:
+    """It is not kept itself, and what it is told next time is why."""
+    one = Conversations(config)
+    one.keep(tokens((1, 40)))
+    conversations = Conversations(config, 3 * one.cache.num_bytes)
+    conversations.keep(tokens((1, 40)))
+    conversations.keep(tokens((2, 40)))
+    conversations.keep(tokens((3, 2000)))
+    assert [conversations.reused(tokens((token_id, 41))) for token_id in (1, 2)] == [40, 40]
+    assert conversations.cache.num_evicted == 0
+    why = conversations.cache.find(tokens((3, 2001))).why
+    assert why.startswith("its first 2000 tokens were kept, and had to go")
+
+
 def test_bytes_are_those_of_pages_and_copies(conversations: Conversations) -> None:
     """A page that two checkpoints have counts once."""
     token_ids = tokens((1, 200))

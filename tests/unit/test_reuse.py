@@ -206,3 +206,17 @@ def test_conversations_survive_a_restart(tmp_path: Path, spec: int) -> None:
             found = running.answer(f"{number}")
             assert found.token_ids == alone(prompt + answer + USER, NUM_NEW)
             assert timings_of(found).num_reused >= len(prompt)
+
+
+def test_a_conversation_that_is_too_large_to_come_back(tmp_path: Path) -> None:
+    """With less memory than it needs after a restart, it is read again, once; so are others beside it."""
+    path = tiny_model().write(tmp_path / "tiny.gguf")
+    alone = InProcessModel(path).greedy
+    settings: dict[str, Any] = {"conversation_folder": tmp_path / "kept"}
+    with running_engine(path, conversation_cache_bytes=64 << 20, **settings) as running:
+        ask(running, alone, "large", RANDOM)
+    for num_bytes in (150 << 10, 1000):
+        with running_engine(path, conversation_cache_bytes=num_bytes, parallel=1, **settings) as running:
+            _, timings = ask(running, alone, "again", [*RANDOM, 1, 2, 3])
+            assert timings.num_reused == 0
+            ask(running, alone, "other", SYSTEM)
