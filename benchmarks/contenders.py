@@ -118,7 +118,9 @@ class _Process:
         assert self._process is not None
         assert self._process.stdout is not None
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not select.select([self._process.stdout], [], [], 1.0)[0]:
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        while not poll.poll(1000):
             if time.monotonic() > deadline:
                 raise self.failed(f"says nothing for {_START_TIMEOUT_S:g} s")
         text = self._process.stdout.readline()

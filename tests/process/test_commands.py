@@ -135,7 +135,9 @@ class Terminal:
         deadline = time.monotonic() + timeout_s
         while (match := re.search(pattern, self.seen, re.DOTALL)) is None:
             assert time.monotonic() < deadline, f"{pattern!r} not in {self.seen!r}"
-            if select.select([self._descriptor], [], [], 0.1)[0]:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            if poll.poll(100):
                 self.seen += os.read(self._descriptor, 4096).decode("utf-8", "replace")
         before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return before

@@ -64,7 +64,13 @@ def test_what_the_stager_says(stack: Stack) -> None:
     assert capabilities["ple_probe_direct_1"] > 0
     assert capabilities["ple_probe_direct_64"] > 0
     assert capabilities["ple_cache_rows"] > 100_000
-    assert stager["gauges"]["ngram_reads"] > 0
+
+    def has_read() -> bool:
+        """As of the last heartbeat."""
+        gauges = stack.request("GET", "/v1/status").json["processes"]["stager"]["gauges"]
+        return bool(gauges["ngram_reads"] > 0)
+
+    wait_for(has_read, 5, "a heartbeat after reads")
     assert re.search(
         r"n-gram rows \(0\.00 GB in strata-demo\.gguf\) by direct, \d+ rows in the cache", stack.log
     )
