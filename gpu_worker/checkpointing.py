@@ -30,17 +30,11 @@ class Checkpointing:
             return False
         if self.conversations.is_coming(sequence.prompt, request.cache_salt):
             return True
-        for other in readers:
-            if other.state is None or not other.wanted or other.request.cache_salt != request.cache_salt:
-                continue
-            shared = num_agreeing(sequence.prompt, other.prompt)
-            coming = [position for position in other.wanted if position <= shared]
-            if coming and coming[-1] - self._num_kept(sequence) >= _WORTH_WAITING:
-                return True
-        return False
-
-    def _num_kept(self, sequence: Sequence) -> int:
-        return self.conversations.find(sequence.prompt, sequence.request.cache_salt).num_tokens
+        coming = max((_coming_of(sequence, other) for other in readers), default=0)
+        if coming < _WORTH_WAITING:
+            return False
+        kept = self.conversations.find(sequence.prompt, request.cache_salt).num_tokens
+        return coming - kept >= _WORTH_WAITING
 
     def begin(self, sequence: Sequence) -> Checkpoint | None:
         """Gives a sequence its state; what it goes on from, if not from its begin."""
@@ -93,3 +87,11 @@ class Checkpointing:
             drafts, salt = sequence.drafts, sequence.request.cache_salt
             streams = drafts.streams if drafts.predicts and not drafts.is_behind else None
             self.conversations.keep_end(sequence.token_ids, sequence.state, salt, streams)
+
+
+def _coming_of(sequence: Sequence, other: Sequence) -> int:
+    """How much of the prompt of a sequence will be in a checkpoint that another one has yet to leave."""
+    if other.state is None or not other.wanted or other.request.cache_salt != sequence.request.cache_salt:
+        return 0
+    shared = num_agreeing(sequence.prompt, other.prompt)
+    return max((position for position in other.wanted if position <= shared), default=0)

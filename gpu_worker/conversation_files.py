@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -265,7 +265,7 @@ class ConversationFiles:
         for _, path in sorted(found):
             try:
                 with path.open("rb") as file:
-                    header = _read_header(file.read(len(_MAGIC) + 8), file.read)
+                    header = _read_header(file)
                 token_ids = np.frombuffer(header.token_ids, np.int32)
                 yield _File(path, header.salt, token_ids, path.stat().st_size)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -279,13 +279,15 @@ def _is_being_written(partial: Path) -> bool:
     return pid.isdigit() and int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
-def _read_header(begin: bytes, read: Callable[[int], bytes]) -> _Header:
+def _read_header(file: BinaryIO) -> _Header:
+    """Of a file at its begin; what follows are the arrays. Raises ValueError and MsgspecError."""
+    begin = file.read(len(_MAGIC) + 8)
     if not begin.startswith(_MAGIC) or len(begin) != len(_MAGIC) + 8:
         raise ValueError("it does not begin as a conversation does")
     length = int.from_bytes(begin[len(_MAGIC) :], "little")
     if length > _MAX_HEADER:
         raise ValueError(f"its header has {length} bytes")
-    header, checksum = read(length), read(4)
+    header, checksum = file.read(length), file.read(4)
     if zlib.crc32(header).to_bytes(4, "little") != checksum:
         raise ValueError("its header is damaged")
     return msgspec.msgpack.decode(header, type=_Header)
@@ -294,7 +296,7 @@ def _read_header(begin: bytes, read: Callable[[int], bytes]) -> _Header:
 def _read_file(path: Path) -> Saved:
     """Raises ValueError where it is damaged."""
     with path.open("rb") as file:
-        header = _read_header(file.read(len(_MAGIC) + 8), file.read)
+        header = _read_header(file)
         arrays: Arrays = {}
         for array in header.arrays:
             raw = file.read(array.num_bytes)

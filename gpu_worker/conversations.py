@@ -125,12 +125,7 @@ class ConversationCache:
         inner = sorted({position for position in boundaries if 0 < position < num_tokens})
         positions = {*inner[:1], *inner[-2:]} if inner else {num_tokens - 1}
         positions.update(self._at_intervals(num_tokens, inner))
-        prompt = np.asarray(token_ids, np.int32)
-        present = [0] + [
-            len(kept.token_ids)
-            for kept in self._kept
-            if kept.salt == salt and num_agreeing(prompt, kept.token_ids) == len(kept.token_ids)
-        ]
+        present = [0, *self._kept_lengths(np.asarray(token_ids, np.int32), salt)]
         chosen: list[int] = []
         # The last ones first: they save the most.
         for position in sorted(positions, reverse=True):
@@ -142,14 +137,7 @@ class ConversationCache:
         """Takes a checkpoint of a sequence that begins with these tokens, as many as it has positions, unless
         it would save too little."""
         beginning = np.array(token_ids[: checkpoint.position], np.int32)
-        nearest = max(
-            (
-                len(kept.token_ids)
-                for kept in self._kept
-                if kept.salt == salt and num_agreeing(beginning, kept.token_ids) == len(kept.token_ids)
-            ),
-            default=0,
-        )
+        nearest = max(self._kept_lengths(beginning, salt), default=0)
         if not self._max_bytes or checkpoint.position - nearest < MIN_TOKENS:
             return
         self._add(salt, beginning, checkpoint)
@@ -213,6 +201,14 @@ class ConversationCache:
         """Forgets all that is in memory, at once."""
         while self._kept:
             self._evict(self._kept[-1], saves=False)
+
+    def _kept_lengths(self, prompt: TokenIds, salt: str) -> list[int]:
+        """The lengths of all beginnings of a prompt that are kept, the whole of it included."""
+        return [
+            len(kept.token_ids)
+            for kept in self._kept
+            if kept.salt == salt and num_agreeing(prompt, kept.token_ids) == len(kept.token_ids)
+        ]
 
     def _at_intervals(self, num_tokens: int, boundaries: Sequence[int]) -> Iterable[int]:
         """Positions of a long prompt, where messages begin if that is not far."""

@@ -368,17 +368,15 @@ class Engine:
 
     def _running(self, works: list[Work]) -> list[Work]:
         """Those whose sequences have not failed."""
-        running = set(map(id, self._scheduler.running))
-        return [work for work in works if id(work.sequence) in running]
+        return [work for work in works if work.sequence in self._scheduler.running]
 
     def _follow(self, works: list[Work], result: StepResult, ways: Ways) -> None:
         """Has drafts made for the next step, and keeps what this one has left of prompts."""
         if not self._drafter.drafts_any and not any(work.sequence.wanted for work in works):
             return
-        running = set(map(id, self._running(works)))
         followed = []
         for work, start, _ in places(works):
-            if id(work) in running:
+            if work.sequence in self._scheduler.running:
                 streams = result.streams[start : start + work.sequence.num_computed - work.start]
                 followed.append((work, streams))
         self._drafter.follow(

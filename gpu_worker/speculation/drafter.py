@@ -225,7 +225,7 @@ class Drafter:
             all_ids += own_ids
             positions += range(first, first + len(own_ids))
             taken = snapshots[place] if snapshots else ()
-            spans.append(Span(start, len(all_ids), sequence.state, taken, is_prediction=True))
+            spans.append(Span(start, len(all_ids), sequence.state, taken))
         stops = [span.stop for span in spans]
         counts = ways.experts.counts
         counts.begin(stops)

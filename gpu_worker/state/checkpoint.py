@@ -61,11 +61,9 @@ class Checkpoint:
         """All of it, keys and values too, by name. May be called by any thread, as long as the pages are
         held: nobody writes what is read."""
         found = {name: tensor.cpu().numpy() for name, tensor in self._copies().items()}
-        page_tokens = pool.page_tokens
-        numbers = torch.tensor([page.number for page in self.pages])
-        rows = (numbers[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[: self.position]
+        rows = pool.page_rows(self.pages)[: self.position]
         for layer, store in pool.stores.items():
-            for name, tensor, chosen in store.rows_of(rows.to(pool.torch_device)):
+            for name, tensor, chosen in store.rows_of(rows):
                 found[f"{layer}.{name}"] = tensor[chosen].cpu().numpy()
         return found
 
@@ -86,9 +84,7 @@ class Checkpoint:
         for name, tensor in made._copies().items():
             tensor.copy_(_tensor_of(arrays[name]))
         made.pages = pool.take(-(-position // pool.page_tokens))
-        numbers = torch.tensor([page.number for page in made.pages])
-        offsets = torch.arange(pool.page_tokens)
-        rows = (numbers[:, None] * pool.page_tokens + offsets).flatten()[:position].to(pool.torch_device)
+        rows = pool.page_rows(made.pages)[:position]
         for layer, store in pool.stores.items():
             for name, tensor, chosen in store.rows_of(rows):
                 tensor[chosen] = _tensor_of(arrays[f"{layer}.{name}"]).to(tensor.device)

@@ -12,6 +12,7 @@ computes. They shrink when nobody needs their last pages (`trim`).
 
 import heapq
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from gpu_worker.state.kv_rows import decoded, empty_rows, encoded
 from shared.kv_format import EXACT, KvFormat
 from shared.model_config import Qwen4ExpConfig
 from shared.placement.memory_plan import KV_GROW_STEP
-from shared.placement.sizes import context_bytes, state_bytes
+from shared.placement.sizes import context_bytes, rounded_up, state_bytes
 
 PAGE_TOKENS = 64
 """Positions of a page, roughly: a multiple of the lengths of the indexer's blocks."""
@@ -136,6 +137,12 @@ class PagePool:
             self._resize(self._capacity_for(self.num_pages + count))
         return [Page(self, heapq.heappop(self._free)) for _ in range(count)]
 
+    def page_rows(self, pages: Iterable[Page]) -> Tensor:
+        """The rows of all positions of pages, one page after the other: int64 [pages * page_tokens]."""
+        numbers = torch.tensor([page.number for page in pages], dtype=torch.int64, device=self.torch_device)
+        offsets = torch.arange(self.page_tokens, device=self.torch_device)
+        return (numbers[:, None] * self.page_tokens + offsets).flatten()
+
     def take_back(self, number: int) -> None:
         """A page is not used any more."""
         heapq.heappush(self._free, number)
@@ -168,20 +175,25 @@ class PagePool:
         self._capacity = capacity
 
     def _capacity_for(self, num_pages: int) -> int:
-        return -(-capacity_of(num_pages * self.page_tokens) // self.page_tokens)
+        return _pages_grown_for(num_pages, self.page_tokens)
 
 
 def page_tokens(config: Qwen4ExpConfig) -> int:
     """Positions of a page: blocks of the indexers never lie in two."""
     multiple = math.lcm(*(ratio for ratio in config.compress_ratios if ratio))
-    return -(-PAGE_TOKENS // multiple) * multiple
+    return rounded_up(PAGE_TOKENS, multiple)
 
 
 def storage_bytes(config: Qwen4ExpConfig, num_tokens: int, kv_format: KvFormat) -> int:
     """What the stores have grown to when sequences have so many positions in all."""
     of_page = page_tokens(config)
     pages = -(-num_tokens // of_page)
-    return -(-capacity_of(pages * of_page) // of_page) * context_bytes(config, of_page, kv_format)
+    return _pages_grown_for(pages, of_page) * context_bytes(config, of_page, kv_format)
+
+
+def _pages_grown_for(num_needed: int, of_page: int) -> int:
+    """Pages of stores that have grown to hold so many, each of `of_page` positions."""
+    return -(-capacity_of(num_needed * of_page) // of_page)
 
 
 def capacity_of(num_tokens: int) -> int:
@@ -189,7 +201,7 @@ def capacity_of(num_tokens: int) -> int:
     if num_tokens == 0:
         return 0
     if num_tokens > STEP_TOKENS:
-        return -(-num_tokens // STEP_TOKENS) * STEP_TOKENS
+        return rounded_up(num_tokens, STEP_TOKENS)
     capacity = _FIRST_TOKENS
     while capacity < num_tokens:
         capacity *= 2

@@ -123,10 +123,7 @@ class SequenceState:
     def rows(self, stop: int) -> Tensor:
         """The rows of positions 0 to `stop`, which there is room for: int64 [stop]."""
         if len(self._rows) < stop:
-            count = len(self.pages)
-            numbers = torch.from_numpy(self.page_numbers[:count].copy()).to(self._rows.device)
-            offsets = torch.arange(self.page_tokens, device=numbers.device)
-            self._rows = (numbers[:, None] * self.page_tokens + offsets).flatten()
+            self._rows = self._pool.page_rows(self.pages)
         return self._rows[:stop]
 
     def block_rows(self, stop: int, ratio: int) -> Tensor:

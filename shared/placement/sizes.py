@@ -112,7 +112,7 @@ def state_bytes(config: Qwen4ExpConfig) -> int:
 def ring_rows(ratio: int) -> int:
     """Raw keys that the indexer of a layer keeps, in a ring: whole blocks, which reach from the last token of
     a window back to the begin of the block that was open before it. `ratio` is the layer's, 0 for none."""
-    return -(-(WINDOW_TOKENS + ratio) // ratio) * ratio if ratio else 0
+    return rounded_up(WINDOW_TOKENS + ratio, ratio) if ratio else 0
 
 
 def dense_file_bytes(model: GGUFModel, config: Qwen4ExpConfig) -> int:
